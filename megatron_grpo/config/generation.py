@@ -1,0 +1,48 @@
+"""``generation``: sampling parameters and the vLLM engines."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from megatron_grpo.config.base import Config
+
+
+class VLLMConfig(Config):
+    """How engines are started and watched. GPU-only keys are ignored by vLLM's CPU build."""
+
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    enforce_eager: bool = False
+    max_num_seqs: PositiveInt = 256
+    gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
+    cpu_kvcache_gib: PositiveInt = Field(1, description="key-value cache of an engine on a CPU, GiB")
+    cpu_threads: PositiveInt = Field(1, description="OpenMP threads of an engine on a CPU")
+    startup_timeout_s: PositiveFloat = 600
+    request_timeout_s: PositiveFloat = Field(600, description="deadline of one prompt's group")
+    extra_args: tuple[str, ...] = Field((), description="further arguments of vLLM's api_server")
+
+
+class GenerationConfig(Config):
+    """What is asked of the engines for a training rollout."""
+
+    max_new_tokens: PositiveInt
+    temperature: NonNegativeFloat = 1.0
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = -1
+    vllm: VLLMConfig = VLLMConfig()
+
+    @model_validator(mode="after")
+    def _trainable_sampling(self) -> GenerationConfig:
+        if self.temperature == 0:
+            raise ValueError(
+                "temperature is 0: greedy rollouts of a group are identical and have no advantage; use a value "
+                "above 0, for example 1.0 (evaluation is greedy in any case)"
+            )
+        for key, value, off in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, -1)):
+            if value != off:
+                raise ValueError(
+                    f"{key} is {value}: the engine would sample from a truncated distribution while the policy's "
+                    f"log-probs are over the whole vocabulary, which biases every ratio; set {key} to {off}"
+                )
+        return self

@@ -1,0 +1,51 @@
+"""``grpo``: the algorithm around the loss - steps, groups, advantages, the log-prob error monitor."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from megatron_grpo.config.base import Config
+
+
+class AdvEstimatorConfig(Config):
+    """Which advantage estimator, and its switches."""
+
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = "grpo"
+    use_leave_one_out_baseline: bool = Field(True, description="grpo and gdpo: the others' mean (RLOO)")
+    normalize_rewards: bool = Field(True, description="grpo and gdpo: divide by the group's std")
+    minus_baseline: bool = Field(True, description="reinforce_plus_plus: subtract the group mean first")
+
+
+class GRPOConfig(Config):
+    """The outer loop."""
+
+    seed: NonNegativeInt = 0
+    max_num_steps: PositiveInt
+    num_prompts_per_step: PositiveInt
+    num_generations_per_prompt: PositiveInt = Field(ge=2)
+    adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
+    advantage_clip_low: float | None = None
+    advantage_clip_high: float | None = None
+    seq_logprob_error_threshold: PositiveFloat = Field(
+        1.5, gt=1.0, description="sequences whose mean exp|trainer - engine log-prob| exceeds it are flagged"
+    )
+    seq_logprob_error_action: Literal["flag", "mask", "stop"] = "flag"
+    seq_logprob_error_max_fraction: float = Field(
+        0.1, ge=0.0, le=1.0, description="action stop: stop once this fraction of sequences is exceeded"
+    )
+    val_period: NonNegativeInt = Field(0, description="greedy evaluation every N steps; 0: none in between")
+    val_at_start: bool = False
+    val_at_end: bool = False
+
+    @property
+    def rollouts_per_step(self) -> int:
+        return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    @model_validator(mode="after")
+    def _clip_bounds_ordered(self) -> GRPOConfig:
+        low, high = self.advantage_clip_low, self.advantage_clip_high
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"advantage_clip_low {low} is above advantage_clip_high {high}; swap them")
+        return self

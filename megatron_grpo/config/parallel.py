@@ -1,0 +1,70 @@
+"""Parallel layout of the policy: Megatron's factors and the rules between them."""
+
+from __future__ import annotations
+
+from pydantic import Field, PositiveInt, model_validator
+
+from megatron_grpo.config.base import Config
+
+
+class ParallelConfig(Config):
+    """How the policy is laid out. The data-parallel size follows from the world size.
+
+    Keys are Megatron-LM's: world size = TP x PP x CP x DP, and for experts ETP x EP x PP x expert-DP.
+    """
+
+    tensor_model_parallel_size: PositiveInt = 1
+    pipeline_model_parallel_size: PositiveInt = 1
+    virtual_pipeline_model_parallel_size: PositiveInt | None = Field(
+        None, description="model chunks per pipeline stage; needs pipeline_model_parallel_size > 1"
+    )
+    context_parallel_size: PositiveInt = 1
+    expert_model_parallel_size: PositiveInt = 1
+    expert_tensor_parallel_size: PositiveInt | None = Field(None, description="defaults to 1")
+    sequence_parallel: bool = Field(False, description="needs tensor_model_parallel_size > 1")
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one replica: TP x PP x CP."""
+        return (
+            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """DP size for a world of ``world_size`` ranks.
+
+        Raises:
+            ValueError: the world is not a multiple of TP x PP x CP, or experts do not divide it.
+        """
+        tp, pp, cp = (
+            self.tensor_model_parallel_size,
+            self.pipeline_model_parallel_size,
+            self.context_parallel_size,
+        )
+        if world_size % self.model_parallel_size:
+            raise ValueError(
+                f"policy.parallel: world size {world_size} is not a multiple of TP {tp} x PP {pp} x CP {cp} = "
+                f"{self.model_parallel_size}; start {self.model_parallel_size} ranks (or a multiple), or "
+                "change the layout"
+            )
+        expert = (self.expert_tensor_parallel_size or 1) * self.expert_model_parallel_size * pp
+        if world_size % expert:
+            raise ValueError(
+                f"policy.parallel: world size {world_size} is not a multiple of expert-TP x EP x PP = {expert}"
+            )
+        return world_size // self.model_parallel_size
+
+    @model_validator(mode="after")
+    def _factors_agree(self) -> ParallelConfig:
+        vpp = self.virtual_pipeline_model_parallel_size
+        if vpp is not None and vpp > 1 and self.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                f"virtual_pipeline_model_parallel_size is {vpp} but pipeline_model_parallel_size is 1; "
+                "raise the latter to at least 2 or remove the former"
+            )
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel is true but tensor_model_parallel_size is 1; "
+                "set sequence_parallel to false, or tensor_model_parallel_size to 2 or more"
+            )
+        return self

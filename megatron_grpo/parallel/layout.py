@@ -1,0 +1,96 @@
+"""``ParallelLayout``: which ranks reduce what. One value object, built once, handed down to every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+Group = dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Sizes, ranks and process groups of this rank. Functions that reduce take a group from here.
+
+    ``tp``, ``pp``, ``cp``, ``dp`` are group sizes and ``*_rank`` the position in the group.
+    ``dp_cp_group`` spans data and context parallel ranks: sums over tokens reduce over it.
+    ``vpp`` is the number of model chunks per pipeline stage (1 without interleaving).
+    """
+
+    world_size: int
+    rank: int
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    ep: int
+    vpp: int
+    tp_rank: int
+    pp_rank: int
+    cp_rank: int
+    dp_rank: int
+    tp_group: Group
+    pp_group: Group
+    cp_group: Group
+    dp_group: Group
+    dp_cp_group: Group
+    tp_cp_group: Group
+
+    @property
+    def is_replica_leader(self) -> bool:
+        """The rank that drives the rollouts of its data-parallel replica: tp = pp = cp = 0."""
+        return self.tp_rank == self.pp_rank == self.cp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the output layer (its last model chunk with interleaving)."""
+        return self.pp_rank == self.pp - 1
+
+    def __str__(self) -> str:
+        vpp = f" x VPP {self.vpp}" if self.vpp > 1 else ""
+        return f"TP {self.tp} x PP {self.pp}{vpp} x CP {self.cp} x EP {self.ep} x DP {self.dp}"
+
+
+def initialize_layout(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+) -> ParallelLayout:
+    """Build Megatron's process groups over the default group, which must exist, and describe this rank.
+
+    Collective over all ranks.
+    """
+    from megatron.core import parallel_state as ps
+
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+        context_parallel_size=context_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
+    )
+    return ParallelLayout(
+        world_size=dist.get_world_size(),
+        rank=dist.get_rank(),
+        tp=ps.get_tensor_model_parallel_world_size(),
+        pp=ps.get_pipeline_model_parallel_world_size(),
+        cp=ps.get_context_parallel_world_size(),
+        dp=ps.get_data_parallel_world_size(),
+        ep=ps.get_expert_model_parallel_world_size(),
+        vpp=virtual_pipeline_model_parallel_size or 1,
+        tp_rank=ps.get_tensor_model_parallel_rank(),
+        pp_rank=ps.get_pipeline_model_parallel_rank(),
+        cp_rank=ps.get_context_parallel_rank(),
+        dp_rank=ps.get_data_parallel_rank(),
+        tp_group=ps.get_tensor_model_parallel_group(),
+        pp_group=ps.get_pipeline_model_parallel_group(),
+        cp_group=ps.get_context_parallel_group(),
+        dp_group=ps.get_data_parallel_group(),
+        dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
+        tp_cp_group=ps.get_tensor_and_context_parallel_group(),
+    )
