@@ -1,0 +1,116 @@
+"""What a model family provides: a :class:`ModelDescription` made from a Hugging Face ``config.json``.
+
+A family is one file with one function ``describe(hf_config) -> ModelDescription``, entered in
+``models/registry.py`` under its HF architecture name. The function refuses, by key and value, every
+setting of the config that it does not carry over to Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.models.hf_directory import HFConfig
+from megatron_grpo.models.weight_map import ParamMapping
+
+if TYPE_CHECKING:
+    from megatron_grpo.config.parallel import ParallelConfig
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """One model: its sizes, its TransformerConfig and its weight map.
+
+    Attributes:
+        architecture: HF architecture name, such as ``Qwen3ForCausalLM``.
+        vocab_size: rows of the HF embedding, without Megatron's padding.
+        tied_embeddings: the output layer is the embedding; HF then stores no ``lm_head.weight``.
+        rotary_base: theta of the rotary embedding.
+        transformer_config_kwargs: the arguments of Megatron's TransformerConfig that the architecture sets.
+        weight_map: makes the mappings of all parameters, in export order, from the padded vocabulary size.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    vocab_size: int
+    tied_embeddings: bool
+    rotary_base: float
+    transformer_config_kwargs: Mapping[str, Any]
+    weight_map: Callable[[int], tuple[ParamMapping, ...]]
+
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the HF tensors, in export order."""
+        mappings = self.weight_map(self.vocab_size)
+        return {t.name: t.shape for mapping in mappings if not mapping.is_copy for t in mapping.hf}
+
+    def check_layout(self, parallel: ParallelConfig) -> None:
+        """Check that the model can be cut this way.
+
+        Raises:
+            ValueError: names the key, the values and the factors that work.
+        """
+        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        for what, count in (
+            ("attention heads", self.num_attention_heads),
+            ("query groups (num_key_value_heads)", self.num_query_groups),
+            ("MLP features (intermediate_size)", self.ffn_hidden_size),
+        ):
+            _check_divides("tensor_model_parallel_size", tp, what, count)
+        _check_divides("pipeline_model_parallel_size", pp, "layers", self.num_layers)
+        vpp = parallel.virtual_pipeline_model_parallel_size or 1
+        _check_divides(
+            "virtual_pipeline_model_parallel_size", vpp, "layers per pipeline stage", self.num_layers // pp
+        )
+        if parallel.expert_model_parallel_size > 1:
+            raise ValueError(
+                f"policy.parallel.expert_model_parallel_size is {parallel.expert_model_parallel_size} but "
+                f"{self.architecture} has no experts; set it to 1"
+            )
+
+
+def refuse_unsupported(hf_config: HFConfig, architecture: str, supported: Mapping[str, Any]) -> None:
+    """Check the settings that a family handles with one value only; a key that is absent has that value.
+
+    Raises:
+        ValueError: names the key, its value and the value that is supported.
+    """
+    for key, value in supported.items():
+        if hf_config.get(key, value) != value:
+            raise ValueError(
+                f"config.json: {key} is {hf_config[key]!r}; {architecture} is supported with {value!r} only"
+            )
+
+
+def rope_theta(hf_config: HFConfig) -> float:
+    """Theta of the rotary embedding: under ``rope_parameters`` (transformers 5) or ``rope_theta`` (before).
+
+    Raises:
+        ValueError: a scaled rotary embedding, or no theta at all.
+    """
+    parameters = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise ValueError(
+            f"config.json: rope_type is {kind!r}; only 'default' is supported. Remove the scaling from "
+            "rope_parameters (or rope_scaling) if the model is trained inside its original context length"
+        )
+    theta = parameters.get("rope_theta", hf_config.get("rope_theta"))
+    if theta is None:
+        raise ValueError("config.json: rope_theta is missing, and so is rope_parameters.rope_theta; add one")
+    return float(theta)
+
+
+def _check_divides(key: str, factor: int, what: str, count: int) -> None:
+    if count % factor:
+        factors = [f for f in range(1, count + 1) if count % f == 0]
+        below = max(f for f in factors if f < factor)
+        above = [f for f in factors if f > factor][:1]
+        choices = " or ".join(str(f) for f in (below, *above))
+        raise ValueError(
+            f"policy.parallel.{key} {factor} does not divide the model's {count} {what}; use {choices}"
+        )
