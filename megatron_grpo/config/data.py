@@ -57,6 +57,7 @@ class EnvConfig(Config):
     args: dict[str, Any] = Field({}, description="keyword arguments of the environment's constructor")
     num_workers: PositiveInt = 1
     timeout_s: PositiveFloat = Field(60, description="deadline for scoring one group")
+    startup_timeout_s: PositiveFloat = Field(300, description="deadline for building the environment in a worker")
 
     @model_validator(mode="after")
     def _class_given(self) -> EnvConfig:
