@@ -1,0 +1,220 @@
+"""Advantages from rewards: GRPO, GDPO and Reinforce++, with group statistics over all data parallel ranks.
+
+All arithmetic is in float64; the result has the type of the rewards.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_grpo.algorithms.group_statistics import GroupStatistics, all_reduce, group_statistics
+from megatron_grpo.config.grpo import GRPOConfig
+from megatron_grpo.config.loss import ClippedPGLossConfig
+from megatron_grpo.parallel.reductions import Metrics, Reduction, masked_max, masked_mean, masked_min
+
+REWARD_COMPONENT_PREFIX = "reward/"
+_STD_EPSILON = 1e-6
+_VARIANCE_FLOOR = 1e-8
+# The components of GDPO may cancel in every row; what is left is rounding, which must not be scaled up to 1.
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """This data parallel rank's rows of the step; the rollouts of one group may be on several ranks.
+
+    Worked example: two rollouts of one prompt, of which the second was right, 3 and 2 response tokens::
+
+        AdvantageInputs(rewards=[0., 1.], group_ids=[7, 7], sample_mask=[1, 1],
+                        token_mask=[[0, 1, 1, 1], [0, 1, 1, 0]])
+
+    Attributes:
+        rewards: ``[B]``, total rewards.
+        group_ids: ``[B]`` int64, given when the prompt was drawn.
+        sample_mask: ``[B]``, 0 for a row that is in no statistic.
+        token_mask: ``[B, S]``, nonzero at response tokens.
+        components: ``reward/<name>`` to ``[B]``; the same names on all ranks.
+        kl: ``[B, S]`` KL to the reference policy, without its coefficient, for ``use_kl_in_reward``.
+    """
+
+    rewards: Tensor
+    group_ids: Tensor
+    sample_mask: Tensor
+    token_mask: Tensor
+    components: Mapping[str, Tensor] = field(default_factory=dict)
+    kl: Tensor | None = None
+
+    @property
+    def valid_rows(self) -> Tensor:
+        return self.sample_mask.bool()
+
+    @property
+    def valid_tokens(self) -> Tensor:
+        return self.token_mask.bool() & self.valid_rows[:, None]
+
+
+def get_gdpo_reward_component_keys(batch: Iterable[str]) -> list[str]:
+    """The keys of ``batch`` that are reward components (``reward/<name>``), sorted."""
+    return sorted(key for key in batch if key.startswith(REWARD_COMPONENT_PREFIX))
+
+
+def make_advantage_estimator(
+    config: GRPOConfig, loss_config: ClippedPGLossConfig, dp_group: ProcessGroup | None
+) -> AdvantageEstimator:
+    """The estimator of ``grpo.adv_estimator.name``."""
+    estimators: dict[str, type[AdvantageEstimator]] = {
+        "grpo": GRPOAdvantageEstimator,
+        "gdpo": GDPOAdvantageEstimator,
+        "reinforce_plus_plus": ReinforcePlusPlusAdvantageEstimator,
+    }
+    return estimators[config.adv_estimator.name](config, loss_config, dp_group)
+
+
+class AdvantageEstimator(ABC):
+    """What the estimators share; a call is collective over the data parallel group of the estimator."""
+
+    def __init__(
+        self, config: GRPOConfig, loss_config: ClippedPGLossConfig, dp_group: ProcessGroup | None
+    ) -> None:
+        self.config = config
+        self.use_kl_in_reward = loss_config.use_kl_in_reward
+        self.kl_coefficient = loss_config.reference_policy_kl_penalty
+        self.dp_group = dp_group
+
+    @abstractmethod
+    def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Metrics]:
+        """Advantages ``[B, S]`` in the type of the rewards, 0 at masked tokens, and metrics.
+
+        Raises:
+            ValueError: on all ranks: a reward of a valid row is not finite, or an input is missing.
+        """
+
+    def _statistics(self, values: Tensor, inputs: AdvantageInputs) -> GroupStatistics:
+        return group_statistics(values, inputs.group_ids, inputs.valid_rows, self.dp_group)
+
+    def _group_relative(self, values: Tensor, groups: GroupStatistics) -> Tensor:
+        """``[B, K]`` rewards less their baseline, optionally over the group's standard deviation."""
+        config = self.config.adv_estimator
+        if config.use_leave_one_out_baseline:
+            baseline = (groups.sum - values) / (groups.count - 1).clamp(min=1)
+        else:
+            baseline = groups.sum / groups.count.clamp(min=1)
+        advantages = values - baseline
+        if config.normalize_rewards:
+            # of the whole group: a leave-one-out deviation is next to 0 for the odd one out, and explodes
+            advantages = advantages / (groups.std + _STD_EPSILON)
+        return torch.where(groups.degenerate, 0.0, advantages)
+
+    def _penalty(self, inputs: AdvantageInputs) -> Tensor:
+        """``[B, S]`` the KL per token times its coefficient, 0 at masked tokens."""
+        if not self.use_kl_in_reward:
+            return inputs.token_mask.new_zeros(inputs.token_mask.shape, dtype=torch.float64)
+        if inputs.kl is None:
+            raise ValueError(
+                "loss_fn.use_kl_in_reward is true but the batch has no KL; compute the reference policy's "
+                "log-probs, or set it to false"
+            )
+        return torch.where(inputs.valid_tokens, self.kl_coefficient * inputs.kl.double(), 0.0)
+
+    def _check_finite(self, names: list[str], values: Tensor, inputs: AdvantageInputs) -> Tensor:
+        """``[B, K]`` values in float64, 0 in rows that do not count; raises on all ranks or on none."""
+        valid = inputs.valid_rows[:, None]
+        broken = all_reduce((~values.isfinite() & valid).sum(0), self.dp_group).tolist()
+        for name, count in zip(names, broken, strict=True):
+            if count:
+                raise ValueError(
+                    f"{name} is not finite in {count} rollouts of this step; an environment must return a "
+                    "number, or report an error"
+                )
+        return torch.where(valid, values.double(), 0.0)
+
+    def _finish(
+        self, advantages: Tensor, groups: GroupStatistics, inputs: AdvantageInputs
+    ) -> tuple[Tensor, Metrics]:
+        """Clip, spread over the valid tokens and report. ``advantages`` is ``[B, 1]`` or ``[B, S]``."""
+        low, high = self.config.advantage_clip_low, self.config.advantage_clip_high
+        if low is not None or high is not None:
+            advantages = advantages.clamp(low, high)
+        mask = inputs.valid_tokens
+        result = torch.where(mask, advantages, 0.0)
+        # Whole rows, the same on context parallel ranks: hence over sequences. The group counts are known to
+        # all data parallel ranks: one of them reports them.
+        reports = self.dp_group is None or self.dp_group.rank() == 0
+        metrics: Metrics = {
+            "num_groups": Reduction.total(result.new_tensor(groups.num_groups * reports), "groups"),
+            "num_degenerate_groups": Reduction.total(
+                result.new_tensor(groups.num_degenerate_groups * reports), "groups"
+            ),
+            "advantage_mean": masked_mean(result, mask, "sequences"),
+            "advantage_min": masked_min(result, mask, "sequences"),
+            "advantage_max": masked_max(result, mask, "sequences"),
+        }
+        return result.to(inputs.rewards.dtype), metrics
+
+
+class GRPOAdvantageEstimator(AdvantageEstimator):
+    """Reward less the group's mean, or less the mean of the others (leave-one-out, RLOO).
+
+    With ``use_kl_in_reward`` the reward first loses the coefficient times the KL of the whole response.
+    """
+
+    def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Metrics]:
+        rewards = self._check_finite(["the reward"], inputs.rewards[:, None], inputs)  # [B, 1]
+        rewards = rewards - self._penalty(inputs).sum(1, keepdim=True)
+        groups = self._statistics(rewards, inputs)
+        return self._finish(self._group_relative(rewards, groups), groups, inputs)
+
+
+class GDPOAdvantageEstimator(AdvantageEstimator):
+    """GRPO per reward component, summed, then brought to mean 0 and unbiased deviation 1 over the batch.
+
+    Raises:
+        ValueError: fewer than two components, or one with a NaN or an infinity.
+    """
+
+    def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Metrics]:
+        names = get_gdpo_reward_component_keys(inputs.components)
+        if len(names) < 2:
+            raise ValueError(
+                f"grpo.adv_estimator.name is gdpo but the environment returns {len(names)} reward components "
+                f"({', '.join(names) or 'none'}) and it needs two or more; set it to grpo for a single reward"
+            )
+        rewards = self._check_finite(names, torch.stack([inputs.components[n] for n in names], 1), inputs)
+        groups = self._statistics(rewards, inputs)  # [B, K]
+        total = self._group_relative(rewards, groups).sum(1, keepdim=True)
+        return self._finish(self._standardised(total, groups, inputs), groups, inputs)
+
+    def _standardised(self, total: Tensor, groups: GroupStatistics, inputs: AdvantageInputs) -> Tensor:
+        mean, squares, count = masked_moments(total, inputs.valid_rows[:, None], self.dp_group)
+        std = (squares / (count - 1).clamp(min=1)).sqrt()
+        standardised = (total - mean) / std.clamp(min=_ROUNDING)
+        return torch.where(groups.degenerate.all(1, keepdim=True) | (std < _ROUNDING), 0.0, standardised)
+
+
+class ReinforcePlusPlusAdvantageEstimator(AdvantageEstimator):
+    """Reward, less the group's mean, less the KL per token, whitened over the valid tokens of the batch."""
+
+    def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Metrics]:
+        rewards = self._check_finite(["the reward"], inputs.rewards[:, None], inputs)  # [B, 1]
+        groups = self._statistics(rewards, inputs)
+        if self.config.adv_estimator.minus_baseline:
+            centred = rewards - groups.sum / groups.count.clamp(min=1)
+            rewards = torch.where(groups.degenerate, 0.0, centred)
+        per_token = rewards - self._penalty(inputs)  # [B, S]
+        mean, squares, count = masked_moments(per_token, inputs.valid_tokens, self.dp_group)
+        variance = squares / count.clamp(min=1)
+        return self._finish((per_token - mean) * variance.clamp(min=_VARIANCE_FLOOR).rsqrt(), groups, inputs)
+
+
+def masked_moments(x: Tensor, mask: Tensor, dp_group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, sum of squared deviations and count of ``x`` where ``mask``, over all ranks, in two passes."""
+    sums = all_reduce(torch.stack([torch.where(mask, x, 0.0).sum(), mask.sum().to(x.dtype)]), dp_group)
+    mean, count = sums[0] / sums[1].clamp(min=1), sums[1]
+    squares = all_reduce(torch.where(mask, (x - mean).square(), 0.0).sum(), dp_group)
+    return mean, squares, count
