@@ -12,13 +12,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
+from typing import NamedTuple
 
-MAX_BINS = 200  # columns of a chart; a longer run is averaged into so many
+MAX_BINS = 200  # columns of a chart; those of a longer run show mean and range of several steps
 MAX_DOTS = 60  # points are marked one by one up to this number
 WIDTH, HEIGHT = 480, 240
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 12, 30
 
-type _Binned = Sequence[tuple[str, dict[int, float]]]
+
+class Bin(NamedTuple):
+    """Mean and range of the finite values of one bin; NaN where it has none."""
+
+    mean: float
+    low: float
+    high: float
+
+
+_EMPTY = Bin(math.nan, math.nan, math.nan)
+type _Bins = dict[int, Bin]
+type _Binned = Sequence[tuple[str, _Bins]]
 
 
 @dataclass
@@ -61,14 +73,17 @@ class Axis:
         start, end = self.edges(index)
         return self.x((start + end) / 2)
 
-    def bins(self, series: Series) -> dict[int, float]:
-        """Bin index -> mean of its finite values, NaN where it has no finite one. Empty bins are left out."""
-        sums: dict[int, tuple[float, int]] = {}
+    def bins(self, series: Series) -> _Bins:
+        """What each bin shows. A bin without any value of the series, NaN or not, is left out."""
+        members: dict[int, list[float]] = {}
         for step, value in zip(series.steps, series.values, strict=True):
-            index = (step - self.first) // self.width
-            total, count = sums.get(index, (0.0, 0))
-            sums[index] = (total + value, count + 1) if math.isfinite(value) else (total, count)
-        return {index: total / count if count else math.nan for index, (total, count) in sums.items()}
+            finite = members.setdefault((step - self.first) // self.width, [])
+            if math.isfinite(value):
+                finite.append(value)
+        return {
+            index: Bin(sum(finite) / len(finite), min(finite), max(finite)) if finite else _EMPTY
+            for index, finite in members.items()
+        }
 
 
 def line_chart(title: str, axis: Axis, series: Sequence[tuple[str, Series]], *, smooth: bool = False) -> str:
@@ -78,17 +93,19 @@ def line_chart(title: str, axis: Axis, series: Sequence[tuple[str, Series]], *, 
         title: heading of the figure.
         axis: the step axis.
         series: (label, values) of each curve, at most five.
-        smooth: draw the curve faint and its exponential moving average above it.
+        smooth: draw the curve faint and its moving average above it.
     """
     binned = [(label, axis.bins(values)) for label, values in series]
-    shown = [value for _, bins in binned for value in bins.values() if math.isfinite(value)]
+    shown = [bin for _, bins in binned for bin in bins.values() if math.isfinite(bin.mean)]
     if not shown:
         return _figure(title, axis, binned, [])
-    scale = _Scale.around(min(shown), max(shown))
+    scale = _Scale.around(min(bin.low for bin in shown), max(bin.high for bin in shown))
     body = [_grid(axis, scale)]
     for number, (_, bins) in enumerate(binned):
         colour = f"var(--c{number})"
-        smoothed = smooth and len(bins) > MAX_DOTS
+        smoothed = smooth and len(bins) > MAX_DOTS and axis.width == 1
+        if axis.width > 1:
+            body.append(_range(axis, scale, bins, colour))
         body.append(_curve(axis, scale, bins, colour, "raw" if smoothed else "curve"))
         if smoothed:
             body.append(_curve(axis, scale, _moving_average(bins), colour, "curve"))
@@ -99,7 +116,7 @@ def stacked_chart(title: str, axis: Axis, series: Sequence[tuple[str, Series]]) 
     """The parts of a whole (seconds of each phase) over steps, the first at the bottom; NaN counts as 0."""
     binned = [(label, axis.bins(values)) for label, values in series]
     indices = sorted({index for _, bins in binned for index in bins})
-    parts = [[_or_zero(bins.get(index, 0.0)) for index in indices] for _, bins in binned]
+    parts = [[_or_zero(bins.get(index, _EMPTY).mean) for index in indices] for _, bins in binned]
     totals = [sum(column) for column in zip(*parts, strict=True)]
     if not any(totals):
         return _figure(title, axis, binned, [])
@@ -148,7 +165,7 @@ def _nice_step(rough: float) -> float:
 def _tick_label(value: float, step: float) -> str:
     if abs(value) < step / 2:
         return "0"
-    if (step < 1e-3 and abs(value) < 0.1) or abs(value) >= 1e6:
+    if (step < 1e-4 and abs(value) < 0.1) or abs(value) >= 1e6:
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     if step >= 1000:
@@ -171,12 +188,12 @@ def _grid(axis: Axis, scale: _Scale) -> str:
     return "".join(parts)
 
 
-def _curve(axis: Axis, scale: _Scale, bins: dict[int, float], colour: str, css: str) -> str:
+def _curve(axis: Axis, scale: _Scale, bins: _Bins, colour: str, css: str) -> str:
     """The curve with a gap at every NaN; a dot where a point stands alone, or everywhere if there are few."""
     segments: list[list[str]] = [[]]
     for index in sorted(bins):
-        if math.isfinite(bins[index]):
-            segments[-1].append(f"{axis.center(index):.1f} {scale.y(bins[index]):.1f}")
+        if math.isfinite(bins[index].mean):
+            segments[-1].append(f"{axis.center(index):.1f} {scale.y(bins[index].mean):.1f}")
         else:
             segments.append([])
     path = "".join(f"M{'L'.join(points)}" for points in segments if len(points) > 1)
@@ -186,14 +203,26 @@ def _curve(axis: Axis, scale: _Scale, bins: dict[int, float], colour: str, css: 
     return out + (f'<path class="dots" stroke="{colour}" d="{dots}"/>' if dots else "")
 
 
-def _moving_average(bins: dict[int, float], weight: float = 0.1) -> dict[int, float]:
-    averages: dict[int, float] = {}
-    average = math.nan
-    for index in sorted(bins):
-        value = bins[index]
-        if math.isfinite(value):
-            average = value if math.isnan(average) else average + weight * (value - average)
-        averages[index] = average if math.isfinite(value) else math.nan
+def _range(axis: Axis, scale: _Scale, bins: _Bins, colour: str) -> str:
+    """A bar from the least to the greatest value of each bin, so that averaging hides no spike."""
+    bars = "".join(
+        f"M{axis.center(index):.1f} {scale.y(bin.low):.1f}V{scale.y(bin.high):.1f}"
+        for index, bin in bins.items()
+        if bin.high > bin.low
+    )
+    return f'<path class="range" stroke="{colour}" d="{bars}"/>' if bars else ""
+
+
+def _moving_average(bins: _Bins) -> _Bins:
+    """Centred mean over about a tenth of the bins; gaps stay gaps."""
+    indices = sorted(bins)
+    reach = max(1, len(indices) // 20)
+    averages = {}
+    for place, index in enumerate(indices):
+        near = [bins[i].mean for i in indices[max(0, place - reach) : place + reach + 1]]
+        finite = [value for value in near if math.isfinite(value)]
+        mean = sum(finite) / len(finite) if math.isfinite(bins[index].mean) else math.nan
+        averages[index] = Bin(mean, mean, mean)
     return averages
 
 
@@ -219,7 +248,7 @@ def _values_at(binned: _Binned, axis: Axis, index: int) -> list[str]:
     """The steps of a bin, then one text for each series."""
     start, end = axis.edges(index)
     where = f"step {start}" if start == end else f"steps {start} to {end}"
-    values = (f"{bins[index]:.4g}" if index in bins else "-" for _, bins in binned)
+    values = (f"{bins[index].mean:.4g}" if index in bins else "-" for _, bins in binned)
     named = len(binned) > 1
     return [
         where,

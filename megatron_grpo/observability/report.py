@@ -163,6 +163,9 @@ def _curves(metrics: Metrics, steps: list[int]) -> str:
         return "<p>No steps recorded.</p>"
     axis = Axis(min(steps), max(steps))
     figures = []
+    if axis.width > 1:
+        note = f"Each point is the mean of {axis.width} steps, the bar behind it their range."
+        figures.append(f'<p class="note">{note}</p>')
     for title, members in _CURVES:
         series = [(label, metrics[key]) for label, key in members if key in metrics]
         figures.append(line_chart(title, axis, series, smooth=title in _SMOOTHED))
@@ -195,7 +198,7 @@ _STYLE = """
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; }
 main { max-width: 1500px; margin: 0 auto; padding: 20px 16px 48px; }
 h1 { font-size: 22px; margin: 0 0 16px; overflow-wrap: anywhere; }
-#summary { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); }
+#summary { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); }
 #summary div, figure, details { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 12px 14px; }
 #summary h2 { font-size: 13px; font-weight: 500; color: var(--soft); margin: 0; }
@@ -204,6 +207,7 @@ h1 { font-size: 22px; margin: 0 0 16px; overflow-wrap: anywhere; }
 .warning { color: var(--warn); margin: 14px 0 0; overflow-wrap: anywhere; }
 #curves { display: grid; gap: 12px; margin: 16px 0;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); }
+.note { grid-column: 1 / -1; margin: 0; color: var(--soft); }
 figure { margin: 0; min-width: 0; display: flex; flex-direction: column; }
 figcaption { display: flex; flex-wrap: wrap; gap: 0 12px;
   justify-content: space-between; align-items: baseline; }
@@ -213,11 +217,12 @@ output { color: var(--soft); font-size: 13px; font-variant-numeric: tabular-nums
   font-size: 13px; color: var(--soft); }
 .legend li::before { content: ""; display: inline-block; width: 10px; height: 10px; border-radius: 3px;
   background: var(--key); margin-right: 6px; }
-svg { display: block; width: 100%; height: auto; margin-top: auto; padding-top: 6px; }
+svg { display: block; overflow: visible; width: 100%; height: auto; margin-top: auto; padding-top: 6px; }
 svg text { fill: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; }
 svg path:not(.area) { fill: none; }
 svg .grid { stroke: var(--line); }
 svg .curve { stroke-width: 2; stroke-linejoin: round; }
+svg .range { stroke-width: 2; opacity: .25; }
 svg .raw { stroke-width: 1; opacity: .35; }
 svg .dots { stroke-width: 5; stroke-linecap: round; }
 .hit rect { fill: transparent; }

@@ -74,7 +74,7 @@ class JSONLSink:
 def _supersede(path: Path, resume_step: int) -> None:
     """Move what a resumed run will write again out of ``path``."""
     kept = path.with_name(path.name + ".resuming")
-    moved = 0
+    changed = False
     with (
         path.open(encoding="utf-8", errors="replace") as old,
         kept.open("w", encoding="utf-8") as new,
@@ -83,12 +83,13 @@ def _supersede(path: Path, resume_step: int) -> None:
         for line in old:
             step = _step_of(line)
             keep = step is not None and step < resume_step
-            (new if keep else superseded).write(line if line.endswith("\n") else line + "\n")
-            moved += not keep
+            whole = line.endswith("\n")
+            (new if keep else superseded).write(line if whole else line + "\n")
+            changed |= not (keep and whole)
         for file in (superseded, new):
             file.flush()
             os.fsync(file.fileno())
-    if moved:
+    if changed:
         os.replace(kept, path)
     else:
         kept.unlink()
