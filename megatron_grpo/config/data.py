@@ -21,12 +21,19 @@ class DatasetConfig(Config):
     size: PositiveInt | None = Field(None, description="reasoning_gym: problems to generate before the split")
     seed: NonNegativeInt = 0
     split: Literal["all", "train", "validation"] = Field(
-        "all", description="reasoning_gym: problems are assigned to train or validation by a hash of their text"
+        "all", description="questions are assigned to train or validation by a hash of their text"
     )
     validation_fraction: float = Field(0.2, gt=0, lt=1)
 
     @model_validator(mode="after")
     def _source_given(self) -> DatasetConfig:
+        others = ("path", "prompt_key") if self.kind == "reasoning_gym" else ("task", "task_args", "size")
+        for key in others:
+            default = type(self).model_fields[key].default
+            if getattr(self, key) != default:
+                raise ValueError(
+                    f"kind is {self.kind} but {key} is {getattr(self, key)}, a key of the other kind; remove it"
+                )
         if self.kind == "jsonl" and self.path is None:
             raise ValueError("kind is jsonl but path is null; give the file's path")
         if self.kind == "reasoning_gym" and (self.task is None or self.size is None):
@@ -45,7 +52,8 @@ class DataConfig(Config):
     system_prompt: str | None = None
     shuffle: bool = True
     overlong_prompts: Literal["error", "drop"] = Field(
-        "error", description="a prompt that leaves no room for max_new_tokens: stop at start-up, or leave it out"
+        "error",
+        description="a prompt that leaves no room for max_new_tokens: stop at start-up, or leave it out",
     )
 
 
@@ -57,7 +65,9 @@ class EnvConfig(Config):
     args: dict[str, Any] = Field({}, description="keyword arguments of the environment's constructor")
     num_workers: PositiveInt = 1
     timeout_s: PositiveFloat = Field(60, description="deadline for scoring one group")
-    startup_timeout_s: PositiveFloat = Field(300, description="deadline for building the environment in a worker")
+    startup_timeout_s: PositiveFloat = Field(
+        300, description="deadline for building the environment in a worker"
+    )
 
     @model_validator(mode="after")
     def _class_given(self) -> EnvConfig:

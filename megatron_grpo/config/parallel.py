@@ -30,6 +30,10 @@ class ParallelConfig(Config):
             self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         )
 
+    def group_sizes(self) -> dict[str, int | None]:
+        """The arguments of ``parallel.layout.initialize_layout``."""
+        return {key: value for key, value in self if key != "sequence_parallel"}
+
     def data_parallel_size(self, world_size: int) -> int:
         """DP size for a world of ``world_size`` ranks.
 

@@ -1,0 +1,3 @@
+from megatron_grpo.cli import main
+
+main()
