@@ -32,7 +32,7 @@ class DatasetConfig(Config):
             default = type(self).model_fields[key].default
             if getattr(self, key) != default:
                 raise ValueError(
-                    f"kind is {self.kind} but {key} is {getattr(self, key)}, a key of the other kind; remove it"
+                    f"kind is {self.kind} but {key} is {getattr(self, key)}, which only the other kind takes"
                 )
         if self.kind == "jsonl" and self.path is None:
             raise ValueError("kind is jsonl but path is null; give the file's path")
@@ -73,7 +73,7 @@ class EnvConfig(Config):
     def _class_given(self) -> EnvConfig:
         if (self.name == "custom") != (self.class_path is not None):
             raise ValueError(
-                f"name is {self.name} and class_path is {self.class_path}; name 'custom' needs a class_path such "
-                "as my_package.rewards:MyEnvironment, and only it takes one"
+                f"name is {self.name} and class_path is {self.class_path}; name 'custom' needs a class_path "
+                "such as my_package.rewards:MyEnvironment, and only it takes one"
             )
         return self
