@@ -25,7 +25,7 @@ class PromptSampler:
         self._seed = seed
         self._shuffle = shuffle
         self._position = 0
-        self._order: tuple[int, Sequence[int]] = (0, self._epoch_order(0))
+        self._order: tuple[int, Sequence[int]] = (-1, ())  # of one epoch, made when it is reached
         self._identity = {
             "seed": seed,
             "shuffle": shuffle,

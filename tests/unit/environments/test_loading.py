@@ -70,6 +70,13 @@ def test_refusals(project: Path, config: EnvConfig, message: str) -> None:
         load_environment(config)
 
 
+def test_class_path_belongs_to_custom() -> None:
+    with pytest.raises(ValueError, match="name is custom and class_path is None"):
+        EnvConfig(name="custom")
+    with pytest.raises(ValueError, match="name is reasoning_gym and class_path is a:B"):
+        EnvConfig(name="reasoning_gym", class_path="a:B")
+
+
 def test_missing_import_of_the_users_module_is_not_hidden(project: Path) -> None:
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
         load_environment(custom("loading_broken:Length"))
