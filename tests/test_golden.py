@@ -17,7 +17,6 @@ from megatron_grpo.algorithms.loss.loss_functions import ClippedPGLossFn, LossIn
 from megatron_grpo.algorithms.sequence_index import SequenceIndex
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.config.loss import ClippedPGLossConfig
-from megatron_grpo.parallel.reductions import Reduction
 
 TOLERANCE = 1e-7
 # The golden files' name of a metric where it differs from ours.
@@ -39,12 +38,6 @@ def _cases(folder: Path) -> Iterator[dict[str, Any]]:
 
 def tensor(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-def value(reduction: Reduction) -> float:
-    if reduction.denominator is None:
-        return reduction.numerator.item()
-    return (reduction.numerator / reduction.denominator).item()
 
 
 def assert_close(got: Any, expected: Any) -> None:
@@ -82,7 +75,7 @@ def test_loss_gradient_and_metrics(loss_case: dict[str, Any]) -> None:
             continue
         if name == "sampling_importance_ratio" and config.sequence_level_importance_ratios:
             continue  # theirs is the product over the sequence, ours the geometric mean (see the loss)
-        assert value(metric) == pytest.approx(number, rel=TOLERANCE, abs=TOLERANCE), name
+        assert metric.value() == pytest.approx(number, rel=TOLERANCE, abs=TOLERANCE), name
 
 
 def test_advantages(advantage_case: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ class ClippedPGLossConfig(Config):
     disable_ppo_ratio: bool = Field(False, description="REINFORCE")
     force_on_policy_ratio: bool = Field(False, description="one optimizer step per rollout batch")
     use_cispo: bool = False
-    reference_policy_kl_penalty: NonNegativeFloat = 0.01
+    reference_policy_kl_penalty: NonNegativeFloat = Field(0.01, allow_inf_nan=False)
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     kl_input_clamp_value: PositiveFloat | None = 20.0
     kl_output_clamp_value: PositiveFloat | None = 10.0

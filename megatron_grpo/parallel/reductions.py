@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -78,6 +78,19 @@ class Reduction:
             return Reduction(numerator, None, self.over, self.kind)
         return Reduction(numerator, self.denominator + other.denominator, self.over, self.kind)
 
+    def value(self) -> float | None:
+        """The value if this is the only part; None for a mean, minimum or maximum of nothing."""
+        numerator = self.numerator.item()
+        if self.kind in ("min", "max"):
+            nothing = math.inf if self.kind == "min" else -math.inf
+            return None if numerator == nothing else numerator
+        if self.denominator is None:
+            return numerator
+        denominator = self.denominator.item()
+        if denominator == 0:
+            return None
+        return (numerator if self.kind == "mean" else numerator**2) / denominator
+
 
 Metrics = dict[str, Reduction]
 
@@ -102,8 +115,9 @@ def masked_max(values: Tensor, mask: Tensor, over: Over = "tokens") -> Reduction
 
 
 def _highest(values: Tensor, mask: Tensor) -> Tensor:
+    values = values.detach().double()
     nothing = values.new_full((1,), -math.inf)  # a shard may hold no token at all
-    return torch.cat([torch.where(mask, values.detach(), -math.inf).flatten(), nothing]).amax()
+    return torch.cat([torch.where(mask, values, -math.inf).flatten(), nothing]).amax()
 
 
 class MetricReducer:
@@ -156,31 +170,29 @@ class MetricReducer:
         highest = iter(self._all_reduce(maxima, dist.ReduceOp.MAX))
         values: dict[str, float] = {}
         for name in names:
-            kind = metrics[name].kind
-            if kind in ("min", "max"):
+            metric = metrics[name]
+            if metric.kind in ("min", "max"):
                 extreme = next(highest)
-                value = extreme if kind == "max" else -extreme
-                empty = extreme == -math.inf
+                whole = replace(metric, numerator=extreme if metric.kind == "max" else -extreme)
             else:
                 numerator, denominator = next(summed), next(summed)
-                empty = kind != "sum" and denominator == 0.0
-                if kind == "sum" or empty:
-                    value = numerator
-                elif kind == "mean":
-                    value = numerator / denominator
-                else:
-                    value = numerator**2 / denominator
-            if not empty:
+                whole = replace(
+                    metric,
+                    numerator=numerator,
+                    denominator=None if metric.denominator is None else denominator,
+                )
+            value = whole.value()
+            if value is not None:
                 values[name] = value
         return values
 
-    def _all_reduce(self, parts: list[Tensor], op: dist.ReduceOp.RedOpType) -> list[float]:
+    def _all_reduce(self, parts: list[Tensor], op: dist.ReduceOp.RedOpType) -> list[Tensor]:
+        """0-dim tensors on the host."""
         if not parts:
             return []
         stacked = torch.stack([part.to(platform.device()) for part in parts])
         dist.all_reduce(stacked, op=op, group=self.layout.dp_cp_group)
-        result: list[float] = stacked.tolist()
-        return result
+        return list(stacked.cpu().unbind())
 
     def _agree_on(self, names: list[str], metrics: Mapping[str, Reduction]) -> None:
         # without this, ranks with different names would add one metric to another, or wait for ever

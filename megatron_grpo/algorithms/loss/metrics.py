@@ -100,5 +100,5 @@ def staleness_metrics(staleness: Tensor | None, mask: Tensor) -> Metrics:
         return {}
     return {
         "staleness_mean": masked_mean(staleness, mask),
-        "staleness_max": masked_max(staleness.double(), mask),
+        "staleness_max": masked_max(staleness, mask),
     }
