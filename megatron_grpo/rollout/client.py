@@ -17,6 +17,7 @@ from megatron_grpo.rollout.errors import EngineError
 from megatron_grpo.types import FinishReason
 
 SERVED_MODEL = "policy"
+_NOT_A_LOGPROB = -9999.0  # what vLLM puts in place of NaN and minus infinity
 
 # One line for every request of a rollout drowns all others.
 logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -162,14 +163,20 @@ class EngineClient:
             )
         token_ids = tuple(choice["token_ids"])
         versions: list[int] = []
-        for span in choice["weight_versions"]:
+        for span in choice["weight_versions"] or ():
             versions += [_version(span["version"])] * (span["end"] - span["start"])
-        content = choice["logprobs"]["content"]
-        if not len(token_ids) == len(content) == len(versions):
+        logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
+        if not len(token_ids) == len(logprobs) == len(versions):
             raise EngineError(
-                f"{self.name}: {len(token_ids)} tokens came with {len(content)} log-probs and {len(versions)} versions"
+                f"{self.name}: {len(token_ids)} tokens came with {len(logprobs)} log-probs and {len(versions)} "
+                "weight versions"
             )
-        return Completion(token_ids, tuple(entry["logprob"] for entry in content), tuple(versions), reason)
+        if logprobs and min(logprobs) <= _NOT_A_LOGPROB:
+            raise EngineError(
+                f"{self.name}: token {logprobs.index(min(logprobs))} of a response has a log-prob of NaN or minus "
+                "infinity; its weights or activations are not finite"
+            )
+        return Completion(token_ids, logprobs, tuple(versions), reason)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs at temperature 1 of ``token_ids[1:]`` given the tokens before them; len(token_ids) - 1 values."""

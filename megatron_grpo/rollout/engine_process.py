@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 import httpx
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from megatron_grpo.config.generation import VLLMConfig
 from megatron_grpo.rollout import guard
@@ -53,7 +53,7 @@ class EngineProcess:
         log_dir: the server's output is appended to ``<log_dir>/<name>.log``.
         max_model_len: prompt plus response, in tokens.
         seed: differs between engines, so that unseeded requests do too.
-        cuda_device: index for ``CUDA_VISIBLE_DEVICES``; None runs vLLM's CPU build.
+        cuda_device: index of the GPU as this process counts them; None runs vLLM's CPU build.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class EngineProcess:
     def start(self) -> None:
         """Starts the server and returns at once; :meth:`wait_ready` waits for it."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        guarded = [sys.executable, "-I", guard.__file__, str(_GRACE_S), str(self.private_dir)]
+        guarded = [sys.executable, "-P", guard.__file__, str(_GRACE_S), str(self.private_dir)]
         with self.log_path.open("ab") as log:
             # Its own session: a Ctrl-C on the terminal reaches the owner only, which then stops the engine.
             self._guard = subprocess.Popen(
@@ -163,7 +163,10 @@ class EngineProcess:
             "HF_HUB_OFFLINE": "1",
         }
         if self._cuda_device is not None:
-            return environment | {"CUDA_VISIBLE_DEVICES": str(self._cuda_device)}
+            # The index counts what this process sees, which a scheduler may have narrowed already.
+            visible = [d for d in parent.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+            device = visible[self._cuda_device] if visible else str(self._cuda_device)
+            return environment | {"CUDA_VISIBLE_DEVICES": device}
         return environment | {
             "OMP_NUM_THREADS": str(self.config.cpu_threads),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -246,9 +249,10 @@ class EngineProcess:
                 self._guard.wait(_GRACE_S + 10)
             except subprocess.TimeoutExpired:
                 logger.warning("%s: its guard did not end in time; killing the session", self.name)
-            # Nothing is left here unless the guard itself was killed.
-            _kill_session(self._guard.pid)
-            self._guard.wait()
+            if self._guard.poll() is None or self._guard.returncode < 0:
+                # The guard hangs or was itself killed: what it watched over is still in its session.
+                _kill_session(self._guard.pid)
+                self._guard.wait()
         shutil.rmtree(self.private_dir, ignore_errors=True)
 
     def __enter__(self) -> EngineProcess:

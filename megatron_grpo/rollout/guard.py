@@ -21,7 +21,7 @@ import sys
 import time
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 logger = logging.getLogger("guard")
 
@@ -49,6 +49,8 @@ def _end_tree(server: subprocess.Popen[Any], grace_s: float) -> None:
             server.wait(grace_s)
         except subprocess.TimeoutExpired:
             logger.warning("the server did not end within %g s of SIGTERM; killing it", grace_s)
+            server.kill()
+            server.wait()
     # Children of a dead server are ours now (subreaper). Repeat: one may have forked meanwhile.
     while left := psutil.Process().children(recursive=True):
         for process in left:
