@@ -89,10 +89,13 @@ def test_leave_one_out_normalised_does_not_explode() -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
-def test_constant_reward_is_exactly_zero_in_float32(name: str) -> None:
+@pytest.mark.parametrize(
+    ("reward", "count", "dtype"), [(0.35, 7, torch.float32), (0.1, 3, torch.float64)]
+)  # in float64 the mean of three 0.1 is not 0.1
+def test_constant_reward_is_exactly_zero(name: str, reward: float, count: int, dtype: torch.dtype) -> None:
     for loo in (True, False):
-        result = estimate([0.35] * 7, [3] * 7, name=name, loo=loo, normalize=True, dtype=torch.float32)
-        assert first_column(result) == [0.0] * 7
+        result = estimate([reward] * count, [3] * count, name=name, loo=loo, normalize=True, dtype=dtype)
+        assert first_column(result) == [0.0] * count
 
 
 def test_lone_success() -> None:
