@@ -7,6 +7,7 @@ setting of the config that it does not carry over to Megatron.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -54,17 +55,21 @@ class ModelDescription:
         Raises:
             ValueError: names the key, the values and the factors that work.
         """
-        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        for what, count in (
-            ("attention heads", self.num_attention_heads),
-            ("query groups (num_key_value_heads)", self.num_query_groups),
-            ("MLP features (intermediate_size)", self.ffn_hidden_size),
-        ):
-            _check_divides("tensor_model_parallel_size", tp, what, count)
-        _check_divides("pipeline_model_parallel_size", pp, "layers", self.num_layers)
-        vpp = parallel.virtual_pipeline_model_parallel_size or 1
+        pp = parallel.pipeline_model_parallel_size
         _check_divides(
-            "virtual_pipeline_model_parallel_size", vpp, "layers per pipeline stage", self.num_layers // pp
+            "tensor_model_parallel_size",
+            parallel.tensor_model_parallel_size,
+            {
+                "attention heads": self.num_attention_heads,
+                "query groups (num_key_value_heads)": self.num_query_groups,
+                "MLP features (intermediate_size)": self.ffn_hidden_size,
+            },
+        )
+        _check_divides("pipeline_model_parallel_size", pp, {"layers": self.num_layers})
+        _check_divides(
+            "virtual_pipeline_model_parallel_size",
+            parallel.virtual_pipeline_model_parallel_size or 1,
+            {"layers per pipeline stage": self.num_layers // pp},
         )
         if parallel.expert_model_parallel_size > 1:
             raise ValueError(
@@ -105,12 +110,13 @@ def rope_theta(hf_config: HFConfig) -> float:
     return float(theta)
 
 
-def _check_divides(key: str, factor: int, what: str, count: int) -> None:
-    if count % factor:
-        factors = [f for f in range(1, count + 1) if count % f == 0]
-        below = max(f for f in factors if f < factor)
-        above = [f for f in factors if f > factor][:1]
-        choices = " or ".join(str(f) for f in (below, *above))
-        raise ValueError(
-            f"policy.parallel.{key} {factor} does not divide the model's {count} {what}; use {choices}"
-        )
+def _check_divides(key: str, factor: int, counts: Mapping[str, int]) -> None:
+    for what, count in counts.items():
+        if count % factor:
+            common = math.gcd(*counts.values())
+            factors = [f for f in range(1, common + 1) if common % f == 0]
+            nearest = [f for f in factors if f < factor][-1:] + [f for f in factors if f > factor][:1]
+            raise ValueError(
+                f"policy.parallel.{key} {factor} does not divide the model's {count} {what}; "
+                f"use {' or '.join(map(str, nearest))}"
+            )

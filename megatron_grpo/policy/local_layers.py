@@ -21,6 +21,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_grpo.parallel import platform
+
 
 class RMSNorm(torch.nn.Module):
     """RMSNorm in float32, scaled in the input's dtype, as Hugging Face and vLLM compute it."""
@@ -28,11 +30,11 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=platform.device())
+        )
         # with sequence parallelism a TP rank sees a part of the tokens; Megatron sums such gradients over TP
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        if torch.cuda.is_available():
-            self.cuda()
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of ``x [..., hidden]``."""

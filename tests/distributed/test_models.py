@@ -34,8 +34,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Path, t
     for tied in (True, False):
         torch.manual_seed(int(tied))
         config = Qwen3Config(
-            vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=32, initializer_range=0.1, tie_word_embeddings=tied,
+            vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, head_dim=32,
+            num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1, tie_word_embeddings=tied,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         )  # fmt: skip
         model = Qwen3ForCausalLM(config).eval()
@@ -168,3 +168,86 @@ def test_logits_and_export_equal_hugging_face(
     with torch.no_grad():
         torch.testing.assert_close(reloaded(tokens()).logits, expected, rtol=0, atol=1e-6)
     assert [p.name for p in tmp_path.iterdir()] == ["export"]
+
+
+def export_again_job(rank: int, world: int, path: str, out: str) -> str:
+    """Replaces an export with a bf16 one, then fails to write to a place that cannot exist."""
+    from megatron_grpo.models.checkpoint import load_hf_weights
+    from megatron_grpo.models.export import save_hf_directory
+    from megatron_grpo.models.hf_directory import HFDirectory
+    from megatron_grpo.parallel.layout import initialize_layout
+    from megatron_grpo.policy.model_builder import build_model_chunks
+
+    parallel = {"tensor_model_parallel_size": 2}
+    layout = initialize_layout(**parallel)
+    directory = HFDirectory(Path(path), tokenizer=False)
+    chunks = build_model_chunks(_policy(path, parallel), directory, layout)
+    load_hf_weights(chunks, directory, layout)
+    save_hf_directory(chunks, directory, Path(out), layout)
+    save_hf_directory(chunks, directory, Path(out), layout, dtype=torch.bfloat16)
+    try:
+        save_hf_directory(chunks, directory, Path(out) / "config.json" / "nowhere", layout)
+    except (OSError, RuntimeError) as error:
+        return type(error).__name__
+    return "nothing raised"
+
+
+@pytest.mark.timeout(120)
+def test_export_replaces_in_one_piece_and_fails_on_all_ranks(
+    ranks: RankPool, models: dict[bool, tuple[Path, torch.Tensor]], tmp_path: Path
+) -> None:
+    path, _ = models[True]
+    out = tmp_path / "export"
+    assert ranks.run(2, export_again_job, str(path), str(out)) == ["NotADirectoryError", "PeerError"]
+    assert [p.name for p in tmp_path.iterdir()] == ["export"]
+    reloaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto").state_dict()
+    for name, tensor in load_file(path / "model.safetensors").items():
+        assert torch.equal(reloaded[name], tensor.bfloat16()), name
+
+
+def numerics_job(
+    rank: int, world: int, path: str, gradients: dict[str, torch.Tensor], bf16_logits: torch.Tensor
+) -> tuple[dict[str, float], float]:
+    """Largest relative gradient error for each recompute setting, and largest bf16 logit error."""
+    from megatron_grpo.models.checkpoint import load_hf_weights
+    from megatron_grpo.models.hf_directory import HFDirectory
+    from megatron_grpo.models.registry import describe_model
+    from megatron_grpo.parallel.layout import initialize_layout
+    from megatron_grpo.policy.model_builder import build_model_chunks
+
+    layout = initialize_layout()
+    directory = HFDirectory(Path(path), tokenizer=False)
+    errors = {}
+    for recompute in (None, "full", "selective"):
+        policy = _policy(path, {}).model_copy(update={"recompute_granularity": recompute})
+        (model,) = build_model_chunks(policy, directory, layout)
+        load_hf_weights([model], directory, layout)
+        logits = model(tokens(), torch.arange(SEQUENCE).expand(BATCH, -1), None)[..., :VOCAB]
+        logits.square().mean().backward()
+        params = dict(model.named_parameters())
+        errors[str(recompute)] = max(
+            ((ours - gradients[tensor.name]).abs().max() / gradients[tensor.name].abs().max()).item()
+            for mapping in describe_model(directory.config).weight_map(model.vocab_size)
+            for tensor, ours in zip(mapping.hf, mapping.to_hf([params[mapping.param].grad]), strict=True)
+        )
+    chunks = build_model_chunks(_policy(path, {}, "bf16"), directory, layout)
+    load_hf_weights(chunks, directory, layout)
+    logits = _forward(chunks, layout, packed=False)
+    assert logits is not None
+    return errors, (logits[..., :VOCAB] - bf16_logits).abs().max().item()
+
+
+@pytest.mark.timeout(120)
+def test_gradients_and_bf16_logits_equal_hugging_face(
+    ranks: RankPool, models: dict[bool, tuple[Path, torch.Tensor]]
+) -> None:
+    path, _ = models[False]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model(tokens()).logits.square().mean().backward()
+    gradients = {name: param.grad for name, param in model.named_parameters()}
+    with torch.no_grad():
+        bf16_logits = model.to(torch.bfloat16)(tokens()).logits.float()
+    ((errors, bf16_error),) = ranks.run(1, numerics_job, str(path), gradients, bf16_logits)
+    assert set(errors) == {"None", "full", "selective"}
+    assert max(errors.values()) < 1e-5
+    assert bf16_error < 0.02
