@@ -244,9 +244,10 @@ def test_gradients_and_bf16_logits_equal_hugging_face(
     path, _ = models[False]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model(tokens()).logits.square().mean().backward()
-    gradients = {name: param.grad for name, param in model.named_parameters()}
+    gradients = {name: param.grad.clone() for name, param in model.named_parameters()}
     with torch.no_grad():
-        bf16_logits = model.to(torch.bfloat16)(tokens()).logits.float()
+        bf16_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        bf16_logits = bf16_model(tokens()).logits.float()
     ((errors, bf16_error),) = ranks.run(1, numerics_job, str(path), gradients, bf16_logits)
     assert set(errors) == {"None", "full", "selective"}
     assert max(errors.values()) < 1e-5
