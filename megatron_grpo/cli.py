@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -21,7 +20,9 @@ app = typer.Typer(
 )
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="YAML file, see configs/")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="for example grpo.seed=1")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[key=value]...", help="for example grpo.seed=1")
+]
 
 
 def _load(config: Path, overrides: list[str] | None) -> RunConfig:
@@ -61,15 +62,23 @@ def plan(
 @app.command()
 def train(config: ConfigOption, overrides: Overrides = None) -> None:
     """Train. Run by torchrun or srun on every rank (see launch/); alone it is one rank."""
+    from megatron_grpo.training.signals import StopRequest
+
+    stop = StopRequest()
     run = _load(config, overrides)
+    from megatron_grpo.observability.console import setup_logging
+
+    console = setup_logging(run.run_dir, int(os.environ.get("RANK", "0")))  # first: importing Megatron warns
+    from megatron_grpo.parallel import platform
+
+    platform.install()
     from megatron_grpo.training.run import run_training
 
-    sys.exit(run_training(run))
+    sys.exit(run_training(run, console, stop))
 
 
 def main() -> None:
     """Entry point: an error that a user can mend is one message, without a traceback."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
         app()
     except ConfigError as error:

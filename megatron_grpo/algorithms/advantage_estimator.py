@@ -146,11 +146,12 @@ class AdvantageEstimator(ABC):
         # Whole rows, the same on context parallel ranks: hence over sequences. The group counts are known to
         # all data parallel ranks: one of them reports them.
         reports = self.dp_group is None or self.dp_group.rank() == 0
+        total = result.new_tensor(groups.num_groups * reports)
+        degenerate = result.new_tensor(groups.num_degenerate_groups * reports)
         metrics: Metrics = {
-            "num_groups": Reduction.total(result.new_tensor(groups.num_groups * reports), "groups"),
-            "num_degenerate_groups": Reduction.total(
-                result.new_tensor(groups.num_degenerate_groups * reports), "groups"
-            ),
+            "num_groups": Reduction.total(total, "groups"),
+            "num_degenerate_groups": Reduction.total(degenerate, "groups"),
+            "groups/degenerate_fraction": Reduction.mean(degenerate, total, "groups"),
             "advantage_mean": masked_mean(result, mask, "sequences"),
             "advantage_min": masked_min(result, mask, "sequences"),
             "advantage_max": masked_max(result, mask, "sequences"),

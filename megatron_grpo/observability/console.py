@@ -26,7 +26,8 @@ _HANDLER_PREFIX = "megatron_grpo."
 def setup_logging(run_dir: Path, rank: int, console: Console | None = None) -> Console:
     """Send log records of rank 0 to the console, and of every rank to ``<run_dir>/logs/rank_<n>.log``.
 
-    Our records count from INFO, those of other libraries and Python warnings from WARNING. What grows with
+    Our records count from INFO on the console and from DEBUG in the files; those of other libraries and Python
+    warnings from WARNING in the files and from ERROR on the console. What grows with
     the number of ranks: one file per rank that has something to say. Ranks from :data:`MAX_VERBOSE_RANKS` on
     write warnings and errors only, and a file comes into being with its first record, so a healthy run on
     1,000 ranks has at most 64 small files; a fault that every rank reports has one per rank.
@@ -55,7 +56,7 @@ def setup_logging(run_dir: Path, rank: int, console: Console | None = None) -> C
         handler.close()
     for handler in handlers:
         root.addHandler(handler)
-    logging.getLogger("megatron_grpo").setLevel(logging.INFO)
+    logging.getLogger("megatron_grpo").setLevel(logging.DEBUG)
     logging.captureWarnings(True)
     return console
 
@@ -68,7 +69,12 @@ def _console_handler(console: Console) -> logging.Handler:
         handler = logging.StreamHandler(console.file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handler.set_name(f"{_HANDLER_PREFIX}console")
+    handler.addFilter(_for_people)
     return handler
+
+
+def _for_people(record: logging.LogRecord) -> bool:
+    return record.levelno >= (logging.INFO if record.name.startswith("megatron_grpo") else logging.ERROR)
 
 
 class _Row(NamedTuple):

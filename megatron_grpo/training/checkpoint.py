@@ -70,7 +70,9 @@ class Checkpointer:
             (temporary / "model").mkdir()
         dist.barrier()
         dist_checkpointing.save(
-            _sharded_state(policy, self.layout, loading=False), str(temporary / "model"), content_metadata=_METADATA
+            _sharded_state(policy, self.layout, loading=False),
+            str(temporary / "model"),
+            content_metadata=_METADATA,
         )
         save_file(_random_state(), temporary / f"rng_{self.layout.rank:05d}.safetensors")
         dist.barrier()

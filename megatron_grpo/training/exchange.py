@@ -85,7 +85,10 @@ def _exchange_between_leaders(
         return torch.cat([rows[i] for i in assign_rows(lengths, 1, num_minibatches, seed).flatten().tolist()])
     device = platform.device()
     local = torch.tensor(
-        [[len(s.rollout.prompt.token_ids) + len(s.rollout.token_ids), row.numel()] for s, row in zip(scored, rows, strict=True)],
+        [
+            [len(s.rollout.prompt.token_ids) + len(s.rollout.token_ids), row.numel()]
+            for s, row in zip(scored, rows, strict=True)
+        ],
         device=device,
     )  # [rows / dp, 2]
     gathered = torch.empty(layout.dp * local.size(0), 2, dtype=local.dtype, device=device)

@@ -122,12 +122,15 @@ def test_each_rank_has_its_file_and_rank_0_the_console(tmp_path: Path) -> None:
         logging.getLogger("megatron_grpo.policy").info("info of rank %d", rank)
         logging.getLogger("somebody.else").info("chatter")
         logging.getLogger("somebody.else").warning("warning of rank %d", rank)
-        assert ("warning of rank 0" in written(console)) == (rank == 0)
+        logging.getLogger("somebody.else").error("error of rank %d", rank)
+        assert ("info of rank 0" in written(console)) == (rank == 0)
+        assert ("error of rank 0" in written(console)) == (rank == 0)
+        assert "warning of rank" not in written(console)
     logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
     assert sorted(logs) == ["rank_0.log", "rank_1.log", f"rank_{MAX_VERBOSE_RANKS}.log"]
     assert "INFO megatron_grpo.policy: info of rank 1" in logs["rank_1.log"]
     assert "chatter" not in logs["rank_1.log"]
-    assert logs[f"rank_{MAX_VERBOSE_RANKS}.log"].count("\n") == 1
+    assert logs[f"rank_{MAX_VERBOSE_RANKS}.log"].count("\n") == 2
     assert "warning of rank 64" in logs["rank_64.log"]
 
 
