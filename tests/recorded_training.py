@@ -114,7 +114,8 @@ def train_recorded(rank: int, world: int, config: RunConfig, stop_after: int | N
         def stop_requested(self) -> bool:
             return stop_after is not None and first + len(self.steps) + 1 >= stop_after
 
-        def refit(self, version: int) -> None: ...
+        def refit(self, version: int, batch: Experience) -> dict[str, float]:
+            return {}
 
         def after_step(self, step: int, metrics: dict[str, float], *, last: bool) -> None:
             self.steps.append({k: v for k, v in metrics.items() if not k.startswith("time/")})

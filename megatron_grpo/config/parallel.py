@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field, PositiveInt, model_validator
 
 from megatron_grpo.config.base import Config
@@ -30,7 +32,7 @@ class ParallelConfig(Config):
             self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         )
 
-    def group_sizes(self) -> dict[str, int | None]:
+    def group_sizes(self) -> dict[str, Any]:
         """The arguments of ``parallel.layout.initialize_layout``."""
         return {key: value for key, value in self if key != "sequence_parallel"}
 

@@ -174,6 +174,9 @@ def _patch_cuda_namespace() -> None:
 
 def _patch_devices() -> None:
     t: Any = torch
+    # torch lists its factories on first use: listed after the replacement, `with torch.device("meta")`, which
+    # transformers loads models under, would silently do nothing
+    t.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(t, name, _on_cpu(getattr(t, name)))
     t.Tensor.record_stream = _constant(None)
@@ -229,7 +232,7 @@ def _patch_collectives() -> None:
             return reduce_scatter(output, inputs, op=op, group=group, async_op=async_op)
         flat = torch.cat([x.reshape(-1) for x in inputs])
         d.all_reduce(flat, op=op, group=group)
-        mine = flat.split([x.numel() for x in inputs])[d.get_rank(group)]
+        mine = torch.split(flat, [x.numel() for x in inputs])[d.get_rank(group)]
         output.copy_(mine.view(output.shape))
         return None
 

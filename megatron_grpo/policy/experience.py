@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -51,11 +51,9 @@ class Experience:
 
     def rows(self, start: int, stop: int) -> Experience:
         """Rows [start, stop) as views, one mini-batch."""
-        values = {
-            name: value[start:stop] if torch.is_tensor(value) else value for name, value in vars(self).items()
-        }
-        values["components"] = {name: value[start:stop] for name, value in self.components.items()}
-        return Experience(**{**values, "num_minibatches": 1})
+        tensors = {name: value[start:stop] for name, value in vars(self).items() if torch.is_tensor(value)}
+        components = {name: value[start:stop] for name, value in self.components.items()}
+        return replace(self, **tensors, components=components, num_minibatches=1)
 
     def minibatches(self) -> Iterator[Experience]:
         """The batches of the optimizer steps, in order."""

@@ -187,7 +187,9 @@ class MegatronPolicy:
         """
         return self._local(torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1))
 
-    def _token_logprobs(self, microbatch: Experience, logits: Tensor, temperature: float | None = None) -> Tensor:
+    def _token_logprobs(
+        self, microbatch: Experience, logits: Tensor, temperature: float | None = None
+    ) -> Tensor:
         return vocab_parallel_logprobs(
             logits,
             self._local_targets(microbatch.tokens),

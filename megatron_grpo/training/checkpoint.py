@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -118,7 +119,7 @@ class Checkpointer:
             shutil.rmtree(path)
 
 
-def _named_chunks(policy: MegatronPolicy) -> list[tuple[str, torch.nn.Module]]:
+def _named_chunks(policy: MegatronPolicy) -> list[tuple[str, GPTModel]]:
     if len(policy.model) == 1:
         return [("model", policy.model[0])]
     return [(f"model{index}", chunk) for index, chunk in enumerate(policy.model)]

@@ -108,7 +108,9 @@ def _exchange_between_leaders(
 
     # rows arrive grouped by the replica that sampled them; put them in the order of the assignment
     arrived = [row for source in range(layout.dp) for row in mine.tolist() if owner[row] == source]
-    pieces = dict(zip(arrived, received.cpu().split([int(sizes[row]) for row in arrived]), strict=True))
+    pieces = dict(
+        zip(arrived, torch.split(received.cpu(), [int(sizes[row]) for row in arrived]), strict=True)
+    )
     return torch.cat([pieces[row] for row in mine.tolist()])
 
 
@@ -162,7 +164,7 @@ def _to_experience(flat: Tensor, names: Sequence[str], num_minibatches: int, mul
     versions = torch.zeros(shape, dtype=torch.int64)
     for index, row in enumerate(rows):
         prompt, response = int(row[1]), int(row[2])
-        ids, g, v = row[_HEADER + len(names) :].split([prompt + response, response, response])
+        ids, g, v = torch.split(row[_HEADER + len(names) :], [prompt + response, response, response])
         where = slice(prompt, prompt + response)
         tokens[index, : prompt + response] = ids.long()
         mask[index, where] = 1.0

@@ -35,8 +35,9 @@ class RolloutFeed(Protocol):
 class Run(Protocol):
     """What surrounds the algorithm: engines, logs, checkpoints. Methods are collective over all ranks."""
 
-    def refit(self, version: int) -> None:
-        """Send the policy's weights to the engines as ``version``."""
+    def refit(self, version: int, batch: Experience) -> dict[str, float]:
+        """Send the policy's weights to the engines as ``version``; both sides then score rows of ``batch``."""
+        ...
 
     def after_step(self, step: int, metrics: dict[str, float], *, last: bool) -> None:
         """``step`` steps are complete: evaluate, log, save. ``last``: the loop ends here."""
@@ -69,7 +70,7 @@ class GRPO:
             with self.timer("train"):
                 metrics |= self.update(batch)
             with self.timer("refit"):
-                run.refit(version=step + 1)
+                metrics |= run.refit(step + 1, batch)
             metrics |= self.reducer.reduce(batch_metrics(batch, step))
             last = step + 1 == max_num_steps or any_rank(run.stop_requested)
             run.after_step(step + 1, metrics | self.timer.finish_step(), last=last)

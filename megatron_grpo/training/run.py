@@ -1,0 +1,88 @@
+"""The process around a training run: logging, process group, errors, exit status.
+
+Import it after ``parallel.platform.install()``, which must precede Megatron.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import ExitStack
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from megatron_grpo.config import RunConfig
+from megatron_grpo.environments.base import RewardError
+from megatron_grpo.parallel import platform
+from megatron_grpo.parallel.agreement import PeerError
+from megatron_grpo.parallel.layout import initialize_layout
+from megatron_grpo.policy.optimizer import NonFiniteGradientError
+from megatron_grpo.refit.attestation import RefitError
+from megatron_grpo.refit.monitor import LogprobMismatchError
+from megatron_grpo.rollout.errors import EngineError
+from megatron_grpo.training.checkpoint import CheckpointError
+from megatron_grpo.training.preflight import check_run
+from megatron_grpo.training.session import TrainingSession
+from megatron_grpo.training.signals import StopRequest
+
+log = logging.getLogger(__name__)
+
+# Errors that say all there is to say: shown without a traceback (which goes to the rank's log file).
+_EXPLAINED = (
+    ValueError, CheckpointError, EngineError, LogprobMismatchError, NonFiniteGradientError, RefitError, RewardError,
+)  # fmt: skip
+
+
+def run_training(config: RunConfig, console: Console, stop: StopRequest) -> int:
+    """Train ``config`` on this rank; the exit status. Called on every rank."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    with ExitStack() as stack:
+        try:
+            if rank == 0:
+                check_run(config, world_size)
+            _initialize_distributed(config, rank, world_size)
+            stack.callback(dist.destroy_process_group)
+            layout = initialize_layout(**config.policy.parallel.group_sizes())
+            session = TrainingSession(config, layout, console, stop, stack)
+            session.train()
+            dist.barrier()
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - reported, and the exit status says it
+            # before anything is taken down: the first cause is the first thing that is said
+            status = _report(error, rank, console)
+            stop.defer()  # torchrun's SIGTERM, once another rank has left, must not cut the taking down short
+            return status
+    return 0
+
+
+def _report(error: BaseException, rank: int, console: Console) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        if rank == 0:
+            log.error("interrupted; the last checkpoint is whole, the same command continues from it")
+        return 130
+    if isinstance(error, PeerError):
+        log.debug("%s", error)  # the failing rank has said it
+        return 1
+    if isinstance(error, _EXPLAINED):
+        log.debug("the error was raised here", exc_info=error)
+        log.error("%s", error)
+    else:
+        log.error("unexpected error on rank %d", rank, exc_info=error)
+    if rank != 0:  # whose log goes to a file only
+        console.print(f"rank {rank}: {type(error).__name__}: {error}", markup=False, highlight=False)
+    return 1
+
+
+def _initialize_distributed(config: RunConfig, rank: int, world_size: int) -> None:
+    if not platform.is_cpu():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    timeout = timedelta(seconds=config.distributed_timeout_s)
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(platform.distributed_backend(), timeout=timeout)
+    else:  # a single rank without torchrun
+        store = dist.HashStore()
+        dist.init_process_group(
+            platform.distributed_backend(), store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
