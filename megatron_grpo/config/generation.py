@@ -12,13 +12,19 @@ from megatron_grpo.config.base import Config
 class VLLMConfig(Config):
     """How engines are started and watched. GPU-only keys are ignored by vLLM's CPU build."""
 
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    enforce_eager: bool = False
-    max_num_seqs: PositiveInt = 256
-    gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="auto: as config.json says, but bfloat16 for float32"
+    )
+    enforce_eager: bool = Field(False, description="no CUDA graphs; the CPU build never has them")
+    max_num_seqs: PositiveInt = Field(256, description="sequences that one engine decodes at a time")
+    gpu_memory_utilization: float = Field(
+        0.6, gt=0, le=1, description="share of the memory of its GPU that an engine takes"
+    )
     cpu_kvcache_gib: PositiveInt = Field(1, description="key-value cache of an engine on a CPU, GiB")
     cpu_threads: PositiveInt = Field(1, description="OpenMP threads of an engine on a CPU")
-    startup_timeout_s: PositiveFloat = 600
+    startup_timeout_s: PositiveFloat = Field(
+        600, description="deadline from the start of a server to its first answer"
+    )
     request_timeout_s: PositiveFloat = Field(600, description="deadline of one prompt's group")
     extra_args: tuple[str, ...] = Field((), description="further arguments of vLLM's api_server")
 
@@ -26,10 +32,14 @@ class VLLMConfig(Config):
 class GenerationConfig(Config):
     """What is asked of the engines for a training rollout."""
 
-    max_new_tokens: PositiveInt
-    temperature: NonNegativeFloat = 1.0
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = -1
+    max_new_tokens: PositiveInt = Field(description="a response ends here unless an end token comes first")
+    temperature: NonNegativeFloat = Field(
+        1.0, description="above 0; also divides the logits of the policy's log-probs"
+    )
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="must be 1: the policy is trained on the whole distribution"
+    )
+    top_k: int = Field(-1, description="must be -1, for the same reason")
     vllm: VLLMConfig = VLLMConfig()
 
     @model_validator(mode="after")

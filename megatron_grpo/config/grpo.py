@@ -21,23 +21,26 @@ class AdvEstimatorConfig(Config):
 class GRPOConfig(Config):
     """The outer loop."""
 
-    seed: NonNegativeInt = 0
-    max_num_steps: PositiveInt
-    num_prompts_per_step: PositiveInt
-    num_generations_per_prompt: PositiveInt = Field(ge=2)
+    seed: NonNegativeInt = Field(0, description="of prompt order, sampling and the cut into mini-batches")
+    max_num_steps: PositiveInt = Field(description="rollout steps of the whole run, resumed or not")
+    num_prompts_per_step: PositiveInt = Field(description="groups per step; a multiple of the DP size")
+    num_generations_per_prompt: PositiveInt = Field(ge=2, description="rollouts per group")
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
-    advantage_clip_low: float | None = None
-    advantage_clip_high: float | None = None
+    advantage_clip_low: float | None = Field(None, description="advantages are clamped to it from below")
+    advantage_clip_high: float | None = Field(None, description="advantages are clamped to it from above")
     seq_logprob_error_threshold: PositiveFloat = Field(
-        1.5, gt=1.0, description="sequences whose mean exp|trainer - engine log-prob| exceeds it are flagged"
+        1.5, gt=1.0, description="flags sequences whose mean exp(abs(trainer - engine log-prob)) exceeds it"
     )
-    seq_logprob_error_action: Literal["flag", "mask", "stop"] = "flag"
+    seq_logprob_error_action: Literal["flag", "mask", "stop"] = Field(
+        "flag",
+        description="flag: warn; mask: leave them out of the step; stop: end the run, see max_fraction",
+    )
     seq_logprob_error_max_fraction: float = Field(
         0.1, ge=0.0, le=1.0, description="action stop: stop once this fraction of sequences is exceeded"
     )
     val_period: NonNegativeInt = Field(0, description="greedy evaluation every N steps; 0: none in between")
-    val_at_start: bool = False
-    val_at_end: bool = False
+    val_at_start: bool = Field(False, description="greedy evaluation before the first step")
+    val_at_end: bool = Field(False, description="greedy evaluation after the last step")
 
     @property
     def rollouts_per_step(self) -> int:

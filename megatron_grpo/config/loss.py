@@ -12,25 +12,48 @@ from megatron_grpo.config.base import Config
 class ClippedPGLossConfig(Config):
     """Configuration of ``ClippedPGLossFn``. Every invalid combination is refused when it is built."""
 
-    ratio_clip_min: NonNegativeFloat = Field(0.2, le=1.0)
-    ratio_clip_max: NonNegativeFloat = 0.2
-    ratio_clip_c: float | None = Field(None, gt=1.0, description="dual clip")
+    ratio_clip_min: NonNegativeFloat = Field(
+        0.2, le=1.0, description="ratios are clipped to 1 - this from below"
+    )
+    ratio_clip_max: NonNegativeFloat = Field(0.2, description="and to 1 + this from above")
+    ratio_clip_c: float | None = Field(
+        None, gt=1.0, description="dual clip: bound of the loss at negative advantages"
+    )
     token_level_loss: bool = Field(True, description="token mean over the global batch; false: mean over "
                                    "sequences of the per-sequence token mean")  # fmt: skip
     sequence_level_importance_ratios: bool = Field(False, description="GSPO; needs token_level_loss false")
-    disable_ppo_ratio: bool = Field(False, description="REINFORCE")
-    force_on_policy_ratio: bool = Field(False, description="one optimizer step per rollout batch")
-    use_cispo: bool = False
-    reference_policy_kl_penalty: NonNegativeFloat = Field(0.01, allow_inf_nan=False)
-    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
-    kl_input_clamp_value: PositiveFloat | None = 20.0
-    kl_output_clamp_value: PositiveFloat | None = 10.0
-    use_kl_in_reward: bool = False
-    use_importance_sampling_correction: bool = False
-    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
-    truncated_importance_sampling_ratio: PositiveFloat | None = None
-    truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
-    use_on_policy_kl_approximation: bool = Field(False, description="KL weight exp(c - g)")
+    disable_ppo_ratio: bool = Field(False, description="REINFORCE: no ratio and no clip")
+    force_on_policy_ratio: bool = Field(
+        False, description="ratio of value 1; needs one optimizer step per rollout batch"
+    )
+    use_cispo: bool = Field(False, description="the clipped ratio is a constant weight of every token")
+    reference_policy_kl_penalty: NonNegativeFloat = Field(
+        0.01, allow_inf_nan=False, description="coefficient of the KL term; 0: no reference policy is kept"
+    )
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the KL")
+    kl_input_clamp_value: PositiveFloat | None = Field(
+        20.0, description="bound of the log-ratio in the KL; null: none"
+    )
+    kl_output_clamp_value: PositiveFloat | None = Field(
+        10.0, description="bound of the KL of a token; null: none"
+    )
+    use_kl_in_reward: bool = Field(False, description="the KL goes into the reward and not into the loss")
+    use_importance_sampling_correction: bool = Field(
+        False, description="weigh the actor term by exp(trainer - engine log-prob)"
+    )
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = Field(
+        None,
+        description="tis: clamp the weight; icepop: drop tokens, seq-mask-tis: sequences outside the bounds",
+    )
+    truncated_importance_sampling_ratio: PositiveFloat | None = Field(
+        None, description="upper bound of the weight"
+    )
+    truncated_importance_sampling_ratio_min: NonNegativeFloat | None = Field(
+        None, description="lower bound of the weight"
+    )
+    use_on_policy_kl_approximation: bool = Field(
+        False, description="weigh the KL by current over engine probability"
+    )
 
     @model_validator(mode="after")
     def _valid_combination(self) -> ClippedPGLossConfig:

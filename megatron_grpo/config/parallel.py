@@ -15,15 +15,15 @@ class ParallelConfig(Config):
     Keys are Megatron-LM's: world size = TP x PP x CP x DP, and for experts ETP x EP x PP x expert-DP.
     """
 
-    tensor_model_parallel_size: PositiveInt = 1
-    pipeline_model_parallel_size: PositiveInt = 1
+    tensor_model_parallel_size: PositiveInt = Field(1, description="TP")
+    pipeline_model_parallel_size: PositiveInt = Field(1, description="PP")
     virtual_pipeline_model_parallel_size: PositiveInt | None = Field(
-        None, description="model chunks per pipeline stage; needs pipeline_model_parallel_size > 1"
+        None, description="VPP, model chunks per pipeline stage; needs pipeline_model_parallel_size > 1"
     )
-    context_parallel_size: PositiveInt = 1
-    expert_model_parallel_size: PositiveInt = 1
-    expert_tensor_parallel_size: PositiveInt | None = Field(None, description="defaults to 1")
-    sequence_parallel: bool = Field(False, description="needs tensor_model_parallel_size > 1")
+    context_parallel_size: PositiveInt = Field(1, description="CP")
+    expert_model_parallel_size: PositiveInt = Field(1, description="EP")
+    expert_tensor_parallel_size: PositiveInt | None = Field(None, description="ETP; null: 1")
+    sequence_parallel: bool = Field(False, description="SP; needs tensor_model_parallel_size > 1")
 
     @property
     def model_parallel_size(self) -> int:

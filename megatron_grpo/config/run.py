@@ -19,7 +19,7 @@ class CheckpointingConfig(Config):
     """Megatron distributed checkpoints under ``<run_dir>/checkpoints``."""
 
     save_period: NonNegativeInt = Field(0, description="every N steps; 0: only at the end")
-    keep_latest_k: PositiveInt = 2
+    keep_latest_k: PositiveInt = Field(2, description="older checkpoints are deleted")
     resume: Literal["auto", "never"] = Field("auto", description="auto: continue from the latest checkpoint")
     export_hf: bool = Field(True, description="write a Hugging Face directory at the end of the run")
 
@@ -27,7 +27,7 @@ class CheckpointingConfig(Config):
 class LoggerConfig(Config):
     """Where metrics go, besides the console and ``metrics.jsonl``."""
 
-    tensorboard: bool = True
+    tensorboard: bool = Field(True, description="also write event files to run_dir/tensorboard")
     report: bool = Field(True, description="write report.html at the end of the run")
 
 
@@ -75,7 +75,9 @@ class RunConfig(Config):
                 "loss_fn.use_kl_in_reward is true and grpo.adv_estimator.name is gdpo, which has no single reward "
                 "to put the KL into; use the KL penalty of the loss (use_kl_in_reward: false)"
             )
-        if (self.grpo.val_at_start or self.grpo.val_at_end or self.grpo.val_period) and not self.data.validation:
+        if (
+            self.grpo.val_at_start or self.grpo.val_at_end or self.grpo.val_period
+        ) and not self.data.validation:
             raise ValueError(
                 "grpo.val_period, val_at_start or val_at_end ask for an evaluation but data.validation is null; "
                 "give a validation dataset or switch them off"
