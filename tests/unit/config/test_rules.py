@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from megatron_grpo.config import ParallelConfig, RunConfig
+from tests.unit.config.configs import values
+
+
+def test_the_smallest_configuration_and_what_follows_from_it() -> None:
+    config = RunConfig.model_validate(values())
+    assert config.grpo.rollouts_per_step == 32
+    assert config.optimizer_steps_per_rollout == 2
+    assert config.policy.forward_batch_size == config.policy.train_micro_batch_size == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "nearest"),
+    [
+        ("grpo", "num_prompts_per_stp", "num_prompts_per_step"),
+        ("loss_fn", "ratio_clip", "ratio_clip_c"),
+        ("policy", "model_name_path", "model_path"),
+        ("generation", "temprature", "temperature"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(section: str, key: str, nearest: str) -> None:
+    with pytest.raises(ValidationError, match=f"unknown key '{key}'; did you mean '{nearest}'"):
+        RunConfig.model_validate(values(**{section: {key: 1}}))
+
+
+def test_an_unknown_key_that_is_like_no_other_lists_all() -> None:
+    with pytest.raises(ValidationError, match="unknown key 'zzz'; valid keys: max_new_tokens, temperature"):
+        RunConfig.model_validate(values(generation={"zzz": 1}))
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    config = RunConfig.model_validate(values())
+    with pytest.raises(ValidationError, match="frozen"):
+        config.grpo.seed = 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"policy": {"train_global_batch_size": 12}},
+            "train_global_batch_size 12 does not divide .* 8 x .* 4 = 32; use a divisor",
+        ),
+        (
+            {"loss_fn": {"force_on_policy_ratio": True}},
+            "train_global_batch_size 16 makes 2 of 32 rollouts; set it to 32",
+        ),
+        (
+            {"generation": {"max_new_tokens": 64}},
+            "max_new_tokens 64 leaves no room .*max_total_sequence_length 64",
+        ),
+        (
+            {"loss_fn": {"use_kl_in_reward": True}, "grpo": {"adv_estimator": {"name": "gdpo"}}},
+            "use_kl_in_reward is true and grpo.adv_estimator.name is gdpo",
+        ),
+        ({"grpo": {"val_period": 2}}, "data.validation is null"),
+        ({"grpo": {"val_at_start": True}}, "data.validation is null"),
+        ({"grpo": {"val_at_end": True}}, "data.validation is null"),
+        ({"grpo": {"advantage_clip_low": 1.0, "advantage_clip_high": -1.0}}, "low 1.0 is above .*high -1.0"),
+        ({"grpo": {"num_generations_per_prompt": 1}}, "greater than or equal to 2"),
+        ({"generation": {"temperature": 0}}, "temperature is 0: greedy rollouts"),
+        ({"generation": {"temperature": -0.5}}, "greater than or equal to 0"),
+        ({"generation": {"top_p": 0.9}}, "top_p is 0.9: .* biases every ratio; set top_p to 1.0"),
+        ({"generation": {"top_k": 5}}, "top_k is 5: .* biases every ratio; set top_k to -1"),
+        ({"policy": {"optimizer": {"lr": 1e-4, "min_lr": 1e-3}}}, "min_lr 0.001 is above lr 0.0001"),
+        (
+            {"policy": {"parallel": {"sequence_parallel": True}}},
+            "sequence_parallel is true but tensor_model_parallel_size is 1",
+        ),
+        (
+            {"policy": {"parallel": {"virtual_pipeline_model_parallel_size": 2}}},
+            "virtual_pipeline_model_parallel_size is 2 but pipeline_model_parallel_size is 1",
+        ),
+        ({"data": {"train": {"kind": "jsonl"}}}, "kind is jsonl but path is null"),
+        (
+            {"data": {"train": {"kind": "jsonl", "path": "p", "task": "chain_sum"}}},
+            "kind is jsonl but task is chain_sum, which only the other kind takes",
+        ),
+        (
+            {"data": {"train": {"kind": "reasoning_gym", "task": "chain_sum"}}},
+            "task is chain_sum and size is None; give both",
+        ),
+        ({"env": {"name": "custom"}}, "name is custom and class_path is None"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_keys_and_values(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RunConfig.model_validate(values(**changes))
+
+
+def test_neighbours_of_the_refused_values_are_accepted() -> None:
+    changes: dict[str, Any] = {
+        "policy": {"train_global_batch_size": 32, "max_total_sequence_length": 65},
+        "loss_fn": {"force_on_policy_ratio": True},
+        "generation": {"max_new_tokens": 64, "temperature": 0.7, "top_p": 1.0, "top_k": -1},
+    }
+    config = RunConfig.model_validate(values(**changes))
+    assert config.optimizer_steps_per_rollout == 1
+
+
+def parallel(**factors: Any) -> ParallelConfig:
+    return ParallelConfig(**{f"{name}_model_parallel_size": value for name, value in factors.items()})
+
+
+def test_data_parallel_size_follows_from_the_world() -> None:
+    layout = ParallelConfig(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, context_parallel_size=2
+    )
+    assert layout.model_parallel_size == 8
+    assert layout.data_parallel_size(24) == 3
+    with pytest.raises(ValueError, match="world size 12 is not a multiple of TP 2 x PP 2 x CP 2 = 8"):
+        layout.data_parallel_size(12)
+    with pytest.raises(ValueError, match="world size 6 is not a multiple of expert-TP x EP x PP = 4"):
+        parallel(expert=4).data_parallel_size(6)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "message"),
+    [
+        (3, "grpo.num_prompts_per_step 8 is not a multiple of the data-parallel size 3"),
+        (16, "grpo.num_prompts_per_step 8 is not a multiple of the data-parallel size 16"),
+    ],
+)
+def test_prompts_divide_over_the_replicas(world_size: int, message: str) -> None:
+    config = RunConfig.model_validate(values())
+    config.check_world_size(8)
+    with pytest.raises(ValueError, match=message):
+        config.check_world_size(world_size)
+
+
+def test_the_global_batch_divides_over_the_replicas() -> None:
+    config = RunConfig.model_validate(values(policy={"train_global_batch_size": 4}))
+    config.check_world_size(4)
+    with pytest.raises(ValueError, match=r"train_global_batch_size 4 is not a multiple .* size 8"):
+        config.check_world_size(8)
