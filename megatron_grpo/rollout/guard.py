@@ -51,7 +51,10 @@ def _end_tree(server: subprocess.Popen[Any], grace_s: float) -> None:
             logger.warning("the server did not end within %g s of SIGTERM; killing it", grace_s)
             server.kill()
             server.wait()
-    # Children of a dead server are ours now (subreaper). Repeat: one may have forked meanwhile.
+    # Children of a dead server are ours now (subreaper). Those that end with it by themselves may clean up first:
+    # multiprocessing's resource tracker removes the server's semaphores.
+    psutil.wait_procs(psutil.Process().children(recursive=True), timeout=1)
+    # Repeat: one may have forked meanwhile.
     while left := psutil.Process().children(recursive=True):
         for process in left:
             try:
