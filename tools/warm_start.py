@@ -1,8 +1,9 @@
 """Write a tiny Qwen3 model that can just about do the task of a run, so that GRPO has something to learn from.
 
-``python tools/warm_start.py --config configs/quickstart.yaml [section.key=value ...]`` makes a byte-level BPE tokenizer and
-a float32 model, trains it on right answers of ``data.train`` until its greedy accuracy passes a target, and
-writes a Hugging Face directory to ``policy.model_path``. A second call with the same settings does nothing.
+``python tools/warm_start.py --config configs/quickstart.yaml [section.key=value ...]`` makes a byte-level BPE
+tokenizer and a float32 model, trains it on right answers of ``data.train`` until its greedy accuracy passes a
+target, and writes a Hugging Face directory to ``policy.model_path``. A second call with the same settings does
+nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Recipe:
     warmup_steps: int = 10
     target_accuracy: float = 0.4  # greedy, on train problems: many groups then hold right and wrong replies
     probe_size: int = 256
-    probe_every: int = 10
+    probe_every: int = 5
     max_steps: int = 400
 
 
