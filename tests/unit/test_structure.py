@@ -122,3 +122,12 @@ def test_modules_and_their_public_names_have_docstrings(path: Path) -> None:
     assert [node.name for node in public if not ast.get_docstring(node)] == []
     if module.body and path.name != "__main__.py":
         assert ast.get_docstring(module)
+
+
+def test_files_that_the_pages_name_exist() -> None:
+    roots = [ROOT, PACKAGE, ROOT / "docs"]
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        named = set(re.findall(r"[`(]((?:[\w-]+/)+[\w-]+\.(?:py|md|sh|sbatch|txt|yaml))\b", page.read_text()))
+        assert {path for path in named if not any((root / path).exists() for root in roots)} == set(), (
+            page.name
+        )
