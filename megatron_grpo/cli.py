@@ -32,8 +32,10 @@ def _load(config: Path, overrides: list[str] | None) -> RunConfig:
 @app.command()
 def plan(
     config: ConfigOption,
-    world_size: Annotated[int, typer.Option(help="ranks of the run")] = 1,
-    master_port: Annotated[int | None, typer.Option(help="check that this host can listen on it")] = None,
+    world_size: Annotated[int, typer.Option(min=1, help="ranks of the run")] = 1,
+    master_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="check that this host can listen on it")
+    ] = None,
     show: Annotated[bool, typer.Option(help="print the resolved configuration")] = False,
     overrides: Overrides = None,
 ) -> None:
@@ -62,9 +64,10 @@ def plan(
 @app.command()
 def train(config: ConfigOption, overrides: Overrides = None) -> None:
     """Train. Run by torchrun or srun on every rank (see launch/); alone it is one rank."""
-    from megatron_grpo.training.signals import StopRequest
+    from megatron_grpo.training.signals import StopRequest, leave_with_launcher
 
     stop = StopRequest()
+    leave_with_launcher()
     run = _load(config, overrides)
     from megatron_grpo.observability.console import setup_logging
 
@@ -83,6 +86,8 @@ def main() -> None:
         app()
     except ConfigError as error:
         _refuse(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _refuse(error: Exception) -> NoReturn:

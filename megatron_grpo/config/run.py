@@ -35,7 +35,11 @@ class RunConfig(Config):
     """One training run."""
 
     run_dir: Path = Field(description="everything the run writes goes below this directory")
-    distributed_timeout_s: PositiveFloat = Field(600, description="deadline of every collective")
+    distributed_timeout_s: PositiveFloat = Field(
+        1800,
+        description="deadline of every collective; other ranks wait in one while a leader samples, so it exceeds "
+        "generation.vllm.request_timeout_s + env.timeout_s",
+    )
     grpo: GRPOConfig
     loss_fn: ClippedPGLossConfig = ClippedPGLossConfig()
     policy: PolicyConfig
@@ -84,6 +88,24 @@ class RunConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _collectives_outwait_leaders(self) -> RunConfig:
+        vllm, env = self.generation.vllm, self.env
+        for first, second, engine_s, env_s in (
+            ("generation.vllm.request_timeout_s", "env.timeout_s", vllm.request_timeout_s, env.timeout_s),
+            (
+                "generation.vllm.startup_timeout_s", "env.startup_timeout_s",
+                vllm.startup_timeout_s, env.startup_timeout_s,
+            ),
+        ):  # fmt: skip
+            if self.distributed_timeout_s <= engine_s + env_s:
+                raise ValueError(
+                    f"distributed_timeout_s {self.distributed_timeout_s:g} must exceed {first} {engine_s:g} + "
+                    f"{second} {env_s:g} = {engine_s + env_s:g}: other ranks wait in a collective while a leader "
+                    "waits for these; raise the first or lower the others"
+                )
+        return self
+
     def check_world_size(self, world_size: int) -> None:
         """Rules that need the number of ranks.
 
@@ -100,3 +122,36 @@ class RunConfig(Config):
                     f"{key} {value} is not a multiple of the data-parallel size {dp} (world size {world_size} over "
                     f"{self.policy.parallel.model_parallel_size} ranks per replica); use a multiple of {dp}"
                 )
+        for size_key, size, total_key, total in (
+            (
+                "policy.train_micro_batch_size", self.policy.train_micro_batch_size,
+                "policy.train_global_batch_size", self.policy.train_global_batch_size,
+            ),
+            (
+                "policy.logprob_batch_size" if self.policy.logprob_batch_size else "policy.train_micro_batch_size",
+                self.policy.forward_batch_size,
+                "grpo.num_prompts_per_step x grpo.num_generations_per_prompt", self.grpo.rollouts_per_step,
+            ),
+        ):  # fmt: skip
+            self._check_micro_batches(size_key, size, total_key, total, dp)
+
+    def _check_micro_batches(self, size_key: str, size: int, total_key: str, total: int, dp: int) -> None:
+        """Megatron's schedules take micro-batches of one size, and interleaving takes PP at a time."""
+        parallel, rows = self.policy.parallel, total // dp
+        interleaved = (parallel.virtual_pipeline_model_parallel_size or 1) > 1
+        at_a_time = parallel.pipeline_model_parallel_size if interleaved else 1
+        works = [s for s in range(1, rows + 1) if rows % (s * at_a_time) == 0]
+        if size in works:
+            return
+        what = f"{total_key} {total} / data-parallel size {dp} = {rows} sequences"
+        why = (
+            f" into a multiple of PP {at_a_time} micro-batches, which interleaving needs"
+            if interleaved
+            else ""
+        )
+        if not works:
+            raise ValueError(
+                f"no {size_key} divides {what}{why}; use a total that is a multiple of {dp * at_a_time}"
+            )
+        near = [s for s in works if s < size][-1:] + [s for s in works if s > size][:1]
+        raise ValueError(f"{size_key} {size} does not divide {what}{why}; use {' or '.join(map(str, near))}")

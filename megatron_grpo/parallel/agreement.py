@@ -17,8 +17,8 @@ class PeerError(RuntimeError):
 def agree(error: BaseException | None, what: str) -> None:
     """Raise on every rank when any rank brings an error. Collective over all ranks.
 
-    The failing rank raises its own error; the others raise :class:`PeerError` with the text of the lowest
-    failing rank. One all-reduce when all is well.
+    The lowest failing rank raises its own error; all others raise :class:`PeerError` with its text, from their own
+    error if they have one: a fault of many ranks is told once. One all-reduce when all is well.
 
     Args:
         error: this rank's error, or None.
@@ -35,10 +35,10 @@ def agree(error: BaseException | None, what: str) -> None:
         data = f"{type(error).__name__}: {error}".encode()[:_TEXT_LIMIT]
         text[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device=text.device)
     dist.broadcast(text, src=failed)
-    if error is not None:
+    if error is not None and rank == failed:
         raise error
     message = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
-    raise PeerError(f"{what}: rank {failed} failed: {message}")
+    raise PeerError(f"{what}: rank {failed} failed: {message}") from error
 
 
 def any_rank(flag: bool) -> bool:

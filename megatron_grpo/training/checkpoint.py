@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
@@ -32,6 +34,11 @@ _METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+
+
+# Saves are synchronous, so their results stay in this process. Megatron would start a server process per rank to
+# queue them, which costs seconds and outlives a rank that is killed.
+filesystem_async._results_queue = queue.Queue()
 
 
 class CheckpointError(RuntimeError):
@@ -66,7 +73,8 @@ class Checkpointer:
         final = self.folder / f"step_{step:08d}"
         temporary = final.with_suffix(".tmp")
         if self.layout.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            for unfinished in self.folder.glob("step_*.tmp"):  # of saves that were killed
+                shutil.rmtree(unfinished)
             temporary.mkdir(parents=True)
             (temporary / "model").mkdir()
         dist.barrier()

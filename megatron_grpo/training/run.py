@@ -51,19 +51,30 @@ def run_training(config: RunConfig, console: Console, stop: StopRequest) -> int:
             dist.barrier()
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - reported, and the exit status says it
             # before anything is taken down: the first cause is the first thing that is said
-            status = _report(error, rank, console)
-            stop.defer()  # torchrun's SIGTERM, once another rank has left, must not cut the taking down short
+            status = _report(error, rank, console, config, stop)
+            stop.ignore()  # torchrun's SIGTERM, once another rank has left, must not cut the taking down short
             return status
     return 0
 
 
-def _report(error: BaseException, rank: int, console: Console) -> int:
+def _report(error: BaseException, rank: int, console: Console, config: RunConfig, stop: StopRequest) -> int:
     if isinstance(error, KeyboardInterrupt):
-        if rank == 0:
-            log.error("interrupted; the last checkpoint is whole, the same command continues from it")
-        return 130
+        if rank == 0 and not stop.rank_failed:
+            log.error(
+                "ended by %s; the last checkpoint, if any, is whole: the same command continues from it",
+                stop.name,
+            )
+        return stop.exit_status
     if isinstance(error, PeerError):
-        log.debug("%s", error)  # the failing rank has said it
+        log.debug("another rank failed and says why", exc_info=error)
+        return 1
+    if _lost_a_rank(error):
+        log.debug("the error was raised here", exc_info=error)
+        log.error(
+            "rank %d lost another rank, which ended or gave no answer within distributed_timeout_s %g; it or the "
+            "launcher says why, here or in %s (%s)",
+            rank, config.distributed_timeout_s, config.run_dir / "logs", _first_line(error),
+        )  # fmt: skip
         return 1
     if isinstance(error, _EXPLAINED):
         log.debug("the error was raised here", exc_info=error)
@@ -71,8 +82,18 @@ def _report(error: BaseException, rank: int, console: Console) -> int:
     else:
         log.error("unexpected error on rank %d", rank, exc_info=error)
     if rank != 0:  # whose log goes to a file only
-        console.print(f"rank {rank}: {type(error).__name__}: {error}", markup=False, highlight=False)
+        text = f"rank {rank}: {type(error).__name__}: {error}\ntraceback in {config.run_dir}/logs/rank_{rank}.log"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     return 1
+
+
+def _lost_a_rank(error: BaseException) -> bool:
+    """Whether a collective failed: NCCL and the store raise DistError, gloo a RuntimeError that names its file."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/" in str(error))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:200]
 
 
 def _initialize_distributed(config: RunConfig, rank: int, world_size: int) -> None:
@@ -82,7 +103,7 @@ def _initialize_distributed(config: RunConfig, rank: int, world_size: int) -> No
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(platform.distributed_backend(), timeout=timeout)
     else:  # a single rank without torchrun
-        store = dist.HashStore()
+        store = torch._C._distributed_c10d.HashStore()
         dist.init_process_group(
             platform.distributed_backend(), store=store, rank=rank, world_size=world_size, timeout=timeout
         )

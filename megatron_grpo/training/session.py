@@ -86,8 +86,8 @@ class _Leader:
 
     def wait(self) -> None:
         """Until the engine answers and the environment is built."""
+        self.environment.wait_until_ready()  # first: it is up, or has failed, long before the engine
         self.engine.wait_ready()
-        self.environment.wait_until_ready()
         self.client: EngineClient = self.engine.client()
         deadline = self._config.generation.vllm.request_timeout_s
         self.refit = Refit([self.client], self.loop, self.engine.private_dir)
