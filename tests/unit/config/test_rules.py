@@ -140,3 +140,57 @@ def test_the_global_batch_divides_over_the_replicas() -> None:
     config.check_world_size(4)
     with pytest.raises(ValueError, match=r"train_global_batch_size 4 is not a multiple .* size 8"):
         config.check_world_size(8)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (
+            "request_timeout_s",
+            "distributed_timeout_s 1000 must exceed generation.vllm.request_timeout_s 940 "
+            r"\+ env.timeout_s 60 = 1000",
+        ),
+        (
+            "startup_timeout_s",
+            r"must exceed generation.vllm.startup_timeout_s 940 \+ env.startup_timeout_s 60 = 1000",
+        ),
+    ],
+)
+def test_collectives_wait_longer_than_leaders(engine: str, message: str) -> None:
+    def content(seconds: float) -> dict[str, Any]:
+        short = {"request_timeout_s": 10, "startup_timeout_s": 10, engine: seconds}
+        env = {"timeout_s": 60, "startup_timeout_s": 60}
+        return values(generation={"vllm": short}, env=env) | {"distributed_timeout_s": 1000}
+
+    RunConfig.model_validate(content(939))
+    with pytest.raises(ValidationError, match=message):
+        RunConfig.model_validate(content(940))
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (
+            {"train_micro_batch_size": 3},
+            "train_micro_batch_size 3 does not divide .* 16 / data-parallel size 2 = 8 sequences; use 2 or 4",
+        ),
+        (
+            {"logprob_batch_size": 5},
+            "logprob_batch_size 5 does not divide .* / data-parallel size 2 = 16 sequences; use 4 or 8",
+        ),
+        (
+            {
+                "train_micro_batch_size": 8,
+                "parallel": {
+                    "pipeline_model_parallel_size": 2,
+                    "virtual_pipeline_model_parallel_size": 2,
+                },
+            },
+            "train_micro_batch_size 8 does not divide .* 8 sequences into a multiple of PP 2 .* use 4$",
+        ),
+    ],
+)
+def test_micro_batches_are_of_one_size(policy: dict[str, Any], message: str) -> None:
+    config = RunConfig.model_validate(values(policy=policy))
+    with pytest.raises(ValueError, match=message):
+        config.check_world_size(2 * config.policy.parallel.model_parallel_size)
