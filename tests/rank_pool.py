@@ -35,7 +35,10 @@ def _serve(conn: Connection) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         try:
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size,
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
                 timeout=timedelta(seconds=timeout),
             )
             result = (True, fn(rank, world_size, *args))

@@ -20,6 +20,8 @@ class Config(BaseModel):
             for key in values:
                 if key not in cls.model_fields:
                     near = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.5)
-                    hint = f"did you mean '{near[0]}'?" if near else f"valid keys: {', '.join(cls.model_fields)}"
+                    hint = (
+                        f"did you mean '{near[0]}'?" if near else f"valid keys: {', '.join(cls.model_fields)}"
+                    )
                     raise ValueError(f"unknown key '{key}'; {hint}")
         return values

@@ -13,7 +13,7 @@ class VLLMConfig(Config):
     """How engines are started and watched. GPU-only keys are ignored by vLLM's CPU build."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="auto: as config.json says, but bfloat16 for float32"
+        "auto", description="auto: that of policy.precision, so that both sides compute alike"
     )
     enforce_eager: bool = Field(False, description="no CUDA graphs; the CPU build never has them")
     max_num_seqs: PositiveInt = Field(256, description="sequences that one engine decodes at a time")
@@ -27,6 +27,11 @@ class VLLMConfig(Config):
     )
     request_timeout_s: PositiveFloat = Field(600, description="deadline of one prompt's group")
     extra_args: tuple[str, ...] = Field((), description="further arguments of vLLM's api_server")
+
+    def resolved(self, precision: Literal["bf16", "fp32"]) -> VLLMConfig:
+        """With ``dtype`` auto replaced by that of ``policy.precision``."""
+        dtype = {"bf16": "bfloat16", "fp32": "float32"}[precision] if self.dtype == "auto" else self.dtype
+        return self.model_copy(update={"dtype": dtype})
 
 
 class GenerationConfig(Config):

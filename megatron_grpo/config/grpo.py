@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megatron_grpo.config.base import Config
 
@@ -28,7 +28,7 @@ class GRPOConfig(Config):
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
     advantage_clip_low: float | None = Field(None, description="advantages are clamped to it from below")
     advantage_clip_high: float | None = Field(None, description="advantages are clamped to it from above")
-    seq_logprob_error_threshold: PositiveFloat = Field(
+    seq_logprob_error_threshold: float = Field(
         1.5, gt=1.0, description="flags sequences whose mean exp(abs(trainer - engine log-prob)) exceeds it"
     )
     seq_logprob_error_action: Literal["flag", "mask", "stop"] = Field(

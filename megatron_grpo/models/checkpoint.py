@@ -34,13 +34,6 @@ class WeightInfo:
     dtype: torch.dtype
 
 
-def hf_weight_metadata(model_chunks: Sequence[nn.Module], directory: HFDirectory) -> list[WeightInfo]:
-    """What :func:`iter_hf_weights` yields, in its order; no communication, the same on all ranks."""
-    dtype = _unwrap(model_chunks[0]).config.params_dtype
-    shapes = describe_model(directory.config).hf_shapes()
-    return [WeightInfo(name, shape, dtype) for name, shape in shapes.items()]
-
-
 @torch.no_grad()
 def load_hf_weights(
     model_chunks: Sequence[nn.Module], directory: HFDirectory, layout: ParallelLayout
@@ -54,9 +47,7 @@ def load_hf_weights(
         ValueError: the model and the weight map disagree.
     """
     description = describe_model(directory.config)
-    # some writers store the output layer of a tied model too; it equals the embedding
-    ignore = ("lm_head.weight",) if description.tied_embeddings else ()
-    directory.expect(description.hf_shapes(), ignore)
+    description.check_tensors(directory)
     params = _global_parameters(model_chunks)
     with ExitStack() as stack:
         files: dict[Path, Any] = {}
@@ -91,7 +82,7 @@ def iter_hf_weights(
     """All weights as full HF tensors, one Megatron parameter in memory at a time.
 
     Collective inside each data-parallel replica: every rank of it must run the iterator to its end.
-    Yields ``(HF name, tensor)`` in the order of :func:`hf_weight_metadata`. On the replica's leader
+    Yields ``(HF name, tensor)`` in the order of the family's ``hf_shapes()``. On the replica's leader
     (tp = pp = cp = 0) the tensor is contiguous, on the model's device, and shares no memory with the
     parameters; elsewhere it is None. Tensors of one fused parameter may share memory with each other.
 

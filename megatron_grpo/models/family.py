@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.models.hf_directory import HFConfig
+from megatron_grpo.models.hf_directory import HFConfig, HFDirectory
 from megatron_grpo.models.weight_map import ParamMapping
 
 if TYPE_CHECKING:
@@ -48,6 +48,15 @@ class ModelDescription:
         """Names and shapes of the HF tensors, in export order."""
         mappings = self.weight_map(self.vocab_size)
         return {t.name: t.shape for mapping in mappings if not mapping.is_copy for t in mapping.hf}
+
+    def check_tensors(self, directory: HFDirectory) -> None:
+        """Check that the directory holds the tensors of this model, by name and shape.
+
+        Raises:
+            ModelDirectoryError: names missing, unknown and wrongly shaped tensors.
+        """
+        # some writers store the output layer of a tied model too; it equals the embedding
+        directory.expect(self.hf_shapes(), ignore=("lm_head.weight",) if self.tied_embeddings else ())
 
     def check_layout(self, parallel: ParallelConfig) -> None:
         """Check that the model can be cut this way.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import Tensor
 
 Group = dist.ProcessGroup
 
@@ -94,3 +95,14 @@ def initialize_layout(
         dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
         tp_cp_group=ps.get_tensor_and_context_parallel_group(),
     )
+
+
+def broadcast_from_leader(tensor: Tensor, layout: ParallelLayout) -> None:
+    """Fill ``tensor``, on every rank of a replica, with the leader's. Same shape and dtype on all, on the device.
+
+    Down the leader's pipeline, then over TP x CP in every stage.
+    """
+    if layout.pp > 1 and layout.tp_rank == layout.cp_rank == 0:
+        dist.broadcast(tensor, group=layout.pp_group, group_src=0)
+    if layout.tp * layout.cp > 1:
+        dist.broadcast(tensor, group=layout.tp_cp_group, group_src=0)

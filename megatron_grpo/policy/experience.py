@@ -25,7 +25,8 @@ class Experience:
         generation_logprobs: [B, S] under the generating engine.
         weight_versions: [B, S] int64, version of the weights that sampled each response token.
         group_ids: [B] int64. Groups straddle data-parallel ranks.
-        rewards: [B] float64; ``components``: ``reward/<name>`` -> [B] for environments with several.
+        rewards: [B] float64; ``components``: ``reward/<name>`` of environments with several, and
+            ``environment/<name>``, their metrics; each [B].
         truncated: [B] float32, 1 where the response ended by the length limit.
         num_minibatches: optimizer steps that this batch is cut into.
         prev_logprobs, reference_policy_logprobs: [B, S], trainer side.

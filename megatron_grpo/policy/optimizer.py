@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_grpo.config import PolicyConfig
+
+log = logging.getLogger(__name__)
 
 
 class LossContractError(ValueError):
@@ -82,6 +85,9 @@ def build_optimizer(
         ),
         list(chunks),
     )
+    if dist.get_rank() == 0:
+        inner = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
+        log.info("optimizer: %s of %s", type(inner).__name__, type(inner).__module__)
     decay_iters = policy.scheduler.lr_decay_iters or total_optimizer_steps
     scheduler = OptimizerParamScheduler(
         optimizer,

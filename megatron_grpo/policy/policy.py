@@ -7,7 +7,8 @@ quotient is the loss of ``SEMANTICS``, for every layout and every cut into micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,21 @@ def sequence_multiple(layout: ParallelLayout, sequence_parallel: bool) -> int:
     return (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if sequence_parallel else 1)
 
 
+@dataclass(frozen=True)
+class TrainStep:
+    """What one optimizer step gives.
+
+    Attributes:
+        metrics: of the loss, this rank's part; empty but on the last pipeline stage.
+        grad_norm: of the whole gradient before clipping.
+        lr: learning rate of this step.
+    """
+
+    metrics: Metrics
+    grad_norm: float
+    lr: float
+
+
 class MegatronPolicy:
     """The policy on this rank. Every method is collective over all ranks."""
 
@@ -73,16 +89,18 @@ class MegatronPolicy:
         )
         check_loss_contract(self.chunks)
         self._reference = ReferenceWeights(self.model) if with_reference else None
-        self._reducer = MetricReducer(layout)
 
     # ---- log-probs
 
     @torch.no_grad()
-    def logprobs(self, batch: Experience, temperature: float | None = None) -> Tensor:
+    def logprobs(
+        self, batch: Experience, temperature: float | None = None, micro_batch_size: int | None = None
+    ) -> Tensor:
         """Log-probs of the response tokens under the current weights: [B, S], zero elsewhere, on every rank.
 
         Args:
             temperature: instead of the sampling temperature.
+            micro_batch_size: instead of the configured one.
         """
 
         def collect(microbatch: Experience, logits: Tensor) -> Tensor:
@@ -90,7 +108,9 @@ class MegatronPolicy:
 
         for chunk in self.chunks:
             chunk.eval()
-        results = self._run_schedule(batch, self.config.forward_batch_size, collect, forward_only=True)
+        results = self._run_schedule(
+            batch, micro_batch_size or self.config.forward_batch_size, collect, forward_only=True
+        )
         for chunk in self.chunks:
             chunk.train()
         if self.layout.is_last_stage:
@@ -112,11 +132,11 @@ class MegatronPolicy:
 
     # ---- training
 
-    def train_step(self, minibatch: Experience, loss_fn: ClippedPGLossFn) -> dict[str, float]:
+    def train_step(self, minibatch: Experience, loss_fn: ClippedPGLossFn, version: int) -> TrainStep:
         """One optimizer step on ``minibatch`` (this data-parallel rank's rows of it).
 
-        Returns:
-            The loss function's metrics over the global mini-batch, ``grad_norm`` (before clipping) and ``lr``.
+        Args:
+            version: version of the weights that the step's rollouts would be on-policy for.
 
         Raises:
             NonFiniteGradientError: on every rank, before any weight changes.
@@ -124,7 +144,7 @@ class MegatronPolicy:
 
         def loss(microbatch: Experience, logits: Tensor) -> tuple[Tensor, Tensor, Metrics]:
             output = loss_fn(
-                self._token_logprobs(microbatch, logits).flatten(), self._loss_inputs(microbatch)
+                self._token_logprobs(microbatch, logits).flatten(), self._loss_inputs(microbatch, version)
             )
             return output.loss_sum, output.num_tokens, output.metrics
 
@@ -135,8 +155,9 @@ class MegatronPolicy:
         require_finite_gradients(self.chunks, f"optimizer step {self.scheduler.num_steps}")
         self.scheduler.step(1)  # before the step: the first update of a warm-up already learns
         _, grad_norm, _ = self.optimizer.step()
-        metrics = self._reducer.reduce(self._reducer.merge(outputs))
-        return {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+        return TrainStep(
+            MetricReducer.merge(outputs), float(grad_norm), float(self.optimizer.param_groups[0]["lr"])
+        )
 
     def weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Full tensors under their Hugging Face names, one at a time, on each replica's leader; elsewhere None."""
@@ -198,7 +219,7 @@ class MegatronPolicy:
             self.vocab_size,
         )
 
-    def _loss_inputs(self, mb: Experience) -> LossInputs:
+    def _loss_inputs(self, mb: Experience, version: int) -> LossInputs:
         if mb.advantages is None:
             raise ValueError("the experience has no advantages; run the advantage estimator first")
 
@@ -212,6 +233,7 @@ class MegatronPolicy:
             reference_policy_logprobs=flat(mb.reference_policy_logprobs),
             advantages=self._local_targets(mb.advantages).flatten(),
             token_mask=self._local_targets(mb.token_mask).flatten(),
+            staleness=self._local_targets(version - mb.weight_versions).flatten(),
             sequences=SequenceIndex(
                 index=self._local(rows).flatten(),
                 num_sequences=len(mb),
@@ -219,18 +241,3 @@ class MegatronPolicy:
                 cp_group=self.layout.cp_group if self.layout.cp > 1 else None,
             ),
         )
-
-
-def stack_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of the optimizer steps of one rollout step: ``*_min`` and ``*_max`` keep extremes, ``lr`` the last
-    value, everything else is the mean."""
-    merged: dict[str, float] = {}
-    for name in dict.fromkeys(name for step in steps for name in step):
-        values = [step[name] for step in steps if name in step]
-        if name.endswith("_min"):
-            merged[name] = min(values)
-        elif name.endswith("_max"):
-            merged[name] = max(values)
-        else:
-            merged[name] = values[-1] if name == "lr" else sum(values) / len(values)
-    return merged

@@ -12,7 +12,7 @@ from megatron_grpo.types import Prompt, Rollout, RolloutGroup
 
 
 def group_seed(seed: int, group_id: int) -> int:
-    """Seed of one group (63 bits): distinct for every (run seed, group id), the same on every engine."""
+    """Seed of one group (62 bits): distinct for every (run seed, group id), the same on every engine."""
     digest = hashlib.blake2b(f"{seed}:{group_id}".encode(), digest_size=8).digest()
     # The engine adds the sample's index; the top bit is kept free for that.
     return int.from_bytes(digest, "big") >> 2

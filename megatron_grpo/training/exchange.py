@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.parallel import platform
-from megatron_grpo.parallel.layout import ParallelLayout
+from megatron_grpo.parallel.layout import ParallelLayout, broadcast_from_leader
 from megatron_grpo.policy.experience import Experience
 from megatron_grpo.types import Rollout
 
@@ -24,7 +24,8 @@ _HEADER = 5  # group id, prompt length, response length, truncated, reward
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """A rollout with its reward and the reward's components (``reward/<name>``)."""
+    """A rollout with its reward, the reward's components (``reward/<name>``) and the environment's metrics
+    (``environment/<name>``); the same names for all rollouts of a run."""
 
     rollout: Rollout
     reward: float
@@ -68,12 +69,12 @@ def exchange(
     Returns:
         This replica's rows, ordered by mini-batch, on every rank of the replica.
     """
-    names: list[list[str]] = [sorted(scored[0].components) if layout.is_replica_leader else []]
+    names = sorted(scored[0].components) if layout.is_replica_leader else []
     flat = torch.empty(0, dtype=torch.float64)
     if layout.is_replica_leader:
-        flat = _exchange_between_leaders(scored, names[0], layout, num_minibatches, seed)
-    flat = _broadcast_in_replica(flat, names, layout)
-    return _to_experience(flat, names[0], num_minibatches, multiple)
+        flat = _exchange_between_leaders(scored, names, layout, num_minibatches, seed)
+    flat, names = _broadcast_in_replica(flat, names, layout)
+    return _to_experience(flat, names, num_minibatches, multiple)
 
 
 def _exchange_between_leaders(
@@ -114,21 +115,21 @@ def _exchange_between_leaders(
     return torch.cat([pieces[row] for row in mine.tolist()])
 
 
-def _broadcast_in_replica(flat: Tensor, names: list[list[str]], layout: ParallelLayout) -> Tensor:
-    """From the leader down its pipeline, then over TP x CP in every stage."""
+def _broadcast_in_replica(
+    flat: Tensor, names: Sequence[str], layout: ParallelLayout
+) -> tuple[Tensor, list[str]]:
+    """The leader's rows and component names, on every rank of the replica."""
     device = platform.device()
-    size = torch.tensor([flat.numel()], device=device)
-    hops = [(layout.tp_cp_group, layout.tp * layout.cp)]
-    if layout.tp_rank == layout.cp_rank == 0:
-        hops.insert(0, (layout.pp_group, layout.pp))
-    for group, members in hops:
-        if members == 1:
-            continue
-        dist.broadcast(size, group=group, group_src=0)
-        flat = flat.to(device) if flat.numel() else torch.empty(int(size), dtype=torch.float64, device=device)
-        dist.broadcast(flat, group=group, group_src=0)
-        dist.broadcast_object_list(names, group=group, group_src=0)
-    return flat.cpu()
+    text = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8)
+    sizes = torch.tensor([flat.numel(), text.numel()], device=device)
+    broadcast_from_leader(sizes, layout)
+    num_values, num_bytes = sizes.tolist()
+    if not layout.is_replica_leader:
+        flat, text = torch.empty(num_values, dtype=flat.dtype), torch.empty(num_bytes, dtype=text.dtype)
+    flat, text = flat.to(device), text.to(device)
+    broadcast_from_leader(flat, layout)
+    broadcast_from_leader(text, layout)
+    return flat.cpu(), bytes(text.tolist()).decode().split("\n") if num_bytes else []
 
 
 def _pack(item: ScoredRollout, names: Sequence[str]) -> Tensor:
@@ -136,8 +137,8 @@ def _pack(item: ScoredRollout, names: Sequence[str]) -> Tensor:
     rollout = item.rollout
     if sorted(item.components) != list(names):
         raise ValueError(
-            f"prompt {rollout.prompt.prompt_id}: reward components {sorted(item.components)} differ from the "
-            f"others' {list(names)}; an environment must return the same components for every group"
+            f"prompt {rollout.prompt.prompt_id}: reward components and metrics {sorted(item.components)} differ from "
+            f"the others' {list(names)}; an environment must return the same names for every group"
         )
     header = [
         rollout.group_id, len(rollout.prompt.token_ids), len(rollout.token_ids),

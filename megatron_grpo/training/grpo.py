@@ -19,7 +19,7 @@ from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.parallel.agreement import any_rank
 from megatron_grpo.parallel.reductions import MetricReducer
 from megatron_grpo.policy.experience import Experience
-from megatron_grpo.policy.policy import MegatronPolicy, stack_metrics
+from megatron_grpo.policy.policy import MegatronPolicy
 from megatron_grpo.refit.monitor import LogprobErrorMonitor
 from megatron_grpo.training.metrics import batch_metrics
 
@@ -68,10 +68,10 @@ class GRPO:
             with self.timer("logprob"):
                 metrics = self.score(batch)
             with self.timer("train"):
-                metrics |= self.update(batch)
+                metrics = self.update(batch, step) | metrics
             with self.timer("refit"):
                 metrics |= run.refit(step + 1, batch)
-            metrics |= self.reducer.reduce(batch_metrics(batch, step))
+            metrics |= self.reducer.reduce(batch_metrics(batch))
             last = step + 1 == max_num_steps or any_rank(run.stop_requested)
             run.after_step(step + 1, metrics | self.timer.finish_step(), last=last)
             if last:
@@ -100,9 +100,12 @@ class GRPO:
         batch.advantages = advantages.float()
         return metrics | self.reducer.reduce(reductions)
 
-    def update(self, batch: Experience) -> dict[str, float]:
-        """One optimizer step per mini-batch."""
-        return stack_metrics([self.policy.train_step(part, self.loss_fn) for part in batch.minibatches()])
+    def update(self, batch: Experience, version: int) -> dict[str, float]:
+        """One optimizer step per mini-batch; ``version`` is that of the weights before the first."""
+        steps = [self.policy.train_step(part, self.loss_fn, version) for part in batch.minibatches()]
+        metrics = self.reducer.reduce(self.reducer.merge([step.metrics for step in steps]))
+        grad_norm = sum(step.grad_norm for step in steps) / len(steps)
+        return {**metrics, "grad_norm": grad_norm, "lr": steps[-1].lr}
 
     def _kl_in_reward(self, batch: Experience) -> Tensor | None:
         config = self.loss_fn.config

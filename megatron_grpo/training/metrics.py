@@ -1,4 +1,4 @@
-"""Metrics of a batch of rollouts: rewards, lengths, staleness."""
+"""Metrics of a batch of rollouts: rewards and lengths."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from megatron_grpo.parallel.reductions import Metrics, Reduction
 from megatron_grpo.policy.experience import Experience
 
 
-def batch_metrics(batch: Experience, step: int) -> Metrics:
-    """This data-parallel rank's part; ``step`` is the version of the weights that train on the batch."""
+def batch_metrics(batch: Experience) -> Metrics:
+    """This data-parallel rank's part."""
     rows = torch.tensor(len(batch))
     lengths = batch.token_mask.sum(1)
-    age = (step - batch.weight_versions)[batch.token_mask > 0].double()  # [response tokens]
 
     def mean(values: Tensor) -> Reduction:
         return Reduction.mean(values.double().sum(), rows, "sequences")
@@ -25,7 +24,5 @@ def batch_metrics(batch: Experience, step: int) -> Metrics:
         "response_length/mean": mean(lengths),
         "response_length/max": Reduction.maximum(lengths.max(), "sequences"),
         "response_length/truncated_fraction": mean(batch.truncated),
-        "staleness_mean": Reduction.mean(age.sum(), torch.tensor(age.numel()), "sequences"),
-        "staleness_max": Reduction.maximum(age.max(), "sequences"),
     }
     return metrics | {name: mean(values) for name, values in batch.components.items()}

@@ -19,8 +19,13 @@ def check_run(config: RunConfig, world_size: int) -> None:
         ConfigError, ModelDirectoryError: the key, the value and the mend.
     """
     config.check_world_size(world_size)
-    directory = HFDirectory(config.policy.model_path)
-    describe_model(directory.config).check_layout(config.policy.parallel)
+    try:
+        directory = HFDirectory(config.policy.model_path)
+        model = describe_model(directory.config)
+        model.check_tensors(directory)
+    except ValueError as error:
+        raise ConfigError(f"policy.model_path: {error}") from None
+    model.check_layout(config.policy.parallel)
     context = directory.config.get("max_position_embeddings")
     if context is not None and config.policy.max_total_sequence_length > context:
         raise ConfigError(

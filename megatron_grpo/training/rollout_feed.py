@@ -50,9 +50,12 @@ class RolloutDriver:
 
 def _scored(group: RolloutGroup, result: Any) -> list[ScoredRollout]:
     rewards, components = split_rewards(group, result)
+    metrics = {f"environment/{name}": value for name, value in result.metrics.items()}
     return [
         ScoredRollout(
-            rollout, float(rewards[i]), {name: float(values[i]) for name, values in components.items()}
+            rollout,
+            float(rewards[i]),
+            metrics | {name: float(values[i]) for name, values in components.items()},
         )
         for i, rollout in enumerate(group.rollouts)
     ]

@@ -8,7 +8,6 @@ import time
 from contextlib import ExitStack
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from megatron_grpo.observability.telemetry import system_metrics
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.parallel import platform
 from megatron_grpo.parallel.agreement import agree
-from megatron_grpo.parallel.layout import ParallelLayout
+from megatron_grpo.parallel.layout import ParallelLayout, broadcast_from_leader
 from megatron_grpo.parallel.reductions import MetricReducer
 from megatron_grpo.policy.experience import Experience
 from megatron_grpo.policy.policy import MegatronPolicy
@@ -59,7 +58,7 @@ class _Leader:
             f"engine{layout.dp_rank}",
             config.policy.model_path.resolve(),
             config.run_dir / "logs",
-            generation.vllm,
+            generation.vllm.resolved(config.policy.precision),
             max_model_len=config.policy.max_total_sequence_length,
             seed=config.grpo.seed * 1009 + layout.dp_rank,
             cuda_device=None if platform.is_cpu() else torch.cuda.current_device(),
@@ -223,8 +222,9 @@ class TrainingSession:
         Collective over all ranks.
         """
         self._push(version)
-        rows = batch.rows(0, min(_PROBE_ROWS, len(batch)))
-        trainer = self.policy.logprobs(rows, temperature=1.0).cpu()  # [rows, S]
+        # interleaved pipelines take micro-batches PP at a time
+        rows = batch.rows(0, self.layout.pp * (1 + _PROBE_ROWS // self.layout.pp))
+        trainer = self.policy.logprobs(rows, temperature=1.0, micro_batch_size=1).cpu()  # [rows, S]
         engine = torch.zeros_like(trainer)
         error: Exception | None = None
         if self._leader is not None:
@@ -234,8 +234,7 @@ class TrainingSession:
                 error = caught
         agree(error, f"scoring after the refit to version {version}")
         engine = engine.to(platform.device())
-        for group in (self.layout.pp_group, self.layout.tp_cp_group):  # from the leader to its replica
-            dist.broadcast(engine, group=group, group_src=0)
+        broadcast_from_leader(engine, self.layout)
         _, metrics = self._grpo.monitor.check(trainer, engine.cpu(), rows.token_mask, rows.sample_mask)
         return {"refit/logprob_error_max": metrics["seq_logprob_error_max"]}
 

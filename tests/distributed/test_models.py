@@ -112,9 +112,10 @@ def check_layout_job(
     rank: int, world: int, path: str, parallel: dict[str, Any], expected: torch.Tensor, packed: bool, out: str
 ) -> tuple[float, float]:
     """Returns the largest logit error (-1 where this rank has no logits) and the largest padding logit."""
-    from megatron_grpo.models.checkpoint import hf_weight_metadata, iter_hf_weights, load_hf_weights
+    from megatron_grpo.models.checkpoint import iter_hf_weights, load_hf_weights
     from megatron_grpo.models.export import save_hf_directory
     from megatron_grpo.models.hf_directory import HFDirectory
+    from megatron_grpo.models.registry import describe_model
     from megatron_grpo.parallel.layout import initialize_layout
     from megatron_grpo.policy.model_builder import build_model_chunks
 
@@ -135,7 +136,7 @@ def check_layout_job(
 
     stored = load_file(f"{path}/model.safetensors")
     exported = list(iter_hf_weights(chunks, directory, layout))
-    assert [name for name, _ in exported] == [info.name for info in hf_weight_metadata(chunks, directory)]
+    assert [name for name, _ in exported] == list(describe_model(directory.config).hf_shapes())
     if layout.is_replica_leader:
         assert {name for name, _ in exported} == set(stored)
         for name, tensor in exported:
