@@ -1,16 +1,16 @@
 """Log-probs and entropy straight from hidden states: output layer and log-softmax as one operation.
 
-The matrix product runs in tiles of ``token_chunk x vocab_chunk`` logits, and no more than one tile exists at a
-time, forward or backward. The forward pass keeps a few numbers per token, merged tile by tile and once over the
+The matrix product runs in tiles of ``tokens x vocab_chunk`` logits, and no more than one tile exists at a time,
+forward or backward. The forward pass keeps a few numbers per token, merged tile by tile and once over the
 tensor-parallel group; the backward pass recomputes each tile.
 
-bf16 matrices are multiplied as bf16 and accumulated in float32: logits are never rounded to bf16, their gradient
-is, as in an output layer of its own, and each weight gradient is rounded once, with all tokens in it.
+All tokens are in every tile, so that a row of the weight gradient is one product, accumulated in float32 also for
+bf16 matrices and rounded once. bf16 logits and their gradient are rounded to bf16 as an output layer of its own
+rounds them, and the gradient of the hidden states accumulates over the tiles in float32.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-TOKEN_CHUNK = 512
-VOCAB_CHUNK = 4096
+TILE_LOGITS = 2**21  # 8 MiB of float32
+MIN_VOCAB_CHUNK = 256  # narrower tiles spend their time on adding to the gradient of the hidden states
 
 
 @dataclass(frozen=True)
@@ -34,61 +34,32 @@ class _Plan:
     temperature: float
     first: int  # global id of this shard's first column
     columns: int  # of this shard, without padding
-    token_chunk: int
     vocab_chunk: int
 
-    def tiles(self, tokens: int) -> Iterator[tuple[slice, list[slice]]]:
-        """Columns, and the row slices to visit for them: each weight row is read, and its gradient made, once."""
-        rows = [slice(t, min(t + self.token_chunk, tokens)) for t in range(0, tokens, self.token_chunk)]
-        for begin in range(0, self.columns, self.vocab_chunk):
-            yield slice(begin, min(begin + self.vocab_chunk, self.columns)), rows
+    def tiles(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor
+    ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor]]:
+        """For one tile after the other, in the same memory:
 
-    def scratch(self, like: Tensor, dtype: torch.dtype, tokens: int) -> Tensor:
-        """Room for the largest tile."""
-        size = min(self.token_chunk, tokens) * min(self.vocab_chunk, self.columns)
-        return torch.empty(size, dtype=dtype, device=like.device)
-
-    def find(self, labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-        """Which labels lie in these columns ``[rows]``, and where in them ``[rows, 1]`` (0 for the others)."""
-        local = labels - (self.first + columns.start)
-        here = (local >= 0) & (local < columns.stop - columns.start)
-        return here, torch.where(here, local, 0).unsqueeze(1)
-
-
-@contextlib.contextmanager
-def _bf16_products(inputs: Tensor) -> Iterator[None]:
-    """On the CPU, send float32 copies of bf16 matrices to the bf16 units, which accumulate in float32.
-
-    torch has no CPU product of two bf16 matrices with a float32 result. A CPU without such units computes in
-    float32 instead.
-    """
-    if inputs.dtype != torch.bfloat16 or inputs.is_cuda:
-        yield
-        return
-    backend = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = backend.fp32_precision
-    backend.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        backend.fp32_precision = before
-
-
-def _operand(x: Tensor, accumulator: torch.dtype) -> Tensor:
-    """``x`` as :func:`_product` takes it; a copy for bf16 on the CPU only."""
-    return x if x.is_cuda else x.to(accumulator)
-
-
-def _product(out: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, accumulate: bool = False) -> None:
-    """``out = alpha * a @ b``, or ``out += alpha * a @ b``, accumulated in the dtype of ``out``."""
-    if b.dtype == out.dtype:
-        out.addmm_(a, b, beta=int(accumulate), alpha=alpha)
-        return
-    product = torch.mm(a.to(b.dtype), b, out_dtype=out.dtype)
-    if accumulate:
-        out.add_(product, alpha=alpha)
-    else:
-        torch.mul(product, alpha, out=out)
+        its columns, the logits ``[tokens, columns]`` in float32 or more, the same memory in the matrices' dtype,
+        which of the labels lie in it ``[tokens]``, and where ``[tokens, 1]`` (0 for the others).
+        """
+        tokens, dtype = hidden.size(0), torch.promote_types(hidden.dtype, torch.float32)
+        size = tokens * min(self.vocab_chunk, self.columns)
+        wide = torch.empty(size, dtype=dtype, device=hidden.device)
+        narrow = wide if hidden.dtype == dtype else torch.empty_like(wide, dtype=hidden.dtype)
+        for begin in range(0, self.columns if tokens else 0, self.vocab_chunk):
+            columns = slice(begin, min(begin + self.vocab_chunk, self.columns))
+            shape = (tokens, columns.stop - columns.start)
+            tile, product = (x[: shape[0] * shape[1]].view(shape) for x in (wide, narrow))
+            torch.mm(hidden, weight[columns].t(), out=product)
+            if narrow is not wide:
+                tile.copy_(product)
+            if self.temperature != 1.0:
+                tile.div_(self.temperature)
+            local = labels - (self.first + begin)
+            here = (local >= 0) & (local < shape[1])
+            yield columns, tile, product, here, torch.where(here, local, 0).unsqueeze(1)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -96,29 +67,21 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, plan: _Plan, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        tokens, dtype = hidden.size(0), torch.promote_types(hidden.dtype, torch.float32)
-        statistics = torch.zeros(4, tokens, dtype=dtype, device=hidden.device)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        statistics = torch.zeros(4, hidden.size(0), dtype=dtype, device=hidden.device)
         # largest logit, the label's logit, sum of exp(logit - peak), and of that times (logit - peak)
         peak, target, total, weighted = statistics.unbind()
         peak.fill_(torch.finfo(dtype).min)  # finite: its product with a total of zero is zero
         target.fill_(-math.inf)
 
-        scratch, x = plan.scratch(hidden, dtype, tokens), _operand(hidden, dtype)
-        with _bf16_products(hidden):
-            for columns, row_slices in plan.tiles(tokens):
-                w = _operand(weight[columns], dtype)
-                for rows in row_slices:
-                    tile = scratch[: (rows.stop - rows.start) * w.size(0)].view(-1, w.size(0))
-                    _product(tile, x[rows], w.t(), alpha=1.0 / plan.temperature)
-                    here, index = plan.find(labels[rows], columns)
-                    target[rows] = torch.where(here, tile.gather(1, index).squeeze(1), target[rows])
-                    new_peak = torch.maximum(peak[rows], tile.amax(1))
-                    _move_peak(peak[rows], total[rows], weighted[rows], new_peak)
-                    total[rows] += tile.sub_(new_peak.unsqueeze(1)).exp_().sum(1)
-                    if with_entropy:
-                        weighted[rows] -= torch.special.entr(tile, out=tile).sum(1)
+        for _, tile, _, here, index in plan.tiles(hidden, weight, labels):
+            target.copy_(torch.where(here, tile.gather(1, index).squeeze(1), target))
+            _move_peak(peak, total, weighted, torch.maximum(peak, tile.amax(1)))
+            total += tile.sub_(peak.unsqueeze(1)).exp_().sum(1)
+            if with_entropy:
+                weighted -= torch.special.entr(tile, out=tile).sum(1)
 
-        if plan.group is not None and tokens:
+        if plan.group is not None and len(labels):
             peak_and_target = statistics[:2].clone()
             dist.all_reduce(peak_and_target, op=dist.ReduceOp.MAX, group=plan.group)
             _move_peak(peak, total, weighted, peak_and_target[0])
@@ -138,38 +101,26 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, labels, peak, total = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        tokens, dtype = hidden.size(0), peak.dtype
-        # float32 inputs accumulate in the result itself; bf16 ones in a float32 buffer, of one tile for the weight
-        grad_hidden = torch.zeros_like(hidden, dtype=dtype) if ctx.needs_input_grad[0] else None
+        grad_hidden = torch.zeros_like(hidden, dtype=peak.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         scale = (-grad / (plan.temperature * total)).unsqueeze(1)
-
-        scratch, x = plan.scratch(hidden, dtype, tokens), _operand(hidden, dtype)
-        with _bf16_products(hidden):
-            for columns, row_slices in plan.tiles(tokens):
-                w = _operand(weight[columns], dtype)
-                grad_w = None
-                if grad_weight is not None:
-                    grad_w = (
-                        grad_weight[columns] if weight.dtype == dtype else torch.empty_like(w, dtype=dtype)
-                    )
-                for rows in row_slices:
-                    tile = scratch[: (rows.stop - rows.start) * w.size(0)].view(-1, w.size(0))
-                    _product(tile, x[rows], w.t(), alpha=1.0 / plan.temperature)
-                    tile.sub_(peak[rows].unsqueeze(1)).exp_()
-                    here, index = plan.find(labels[rows], columns)
-                    tile.scatter_add_(1, index, torch.where(here, -total[rows], 0).unsqueeze(1))
-                    tile.mul_(scale[rows])  # now the gradient of the logits
-                    if grad_hidden is not None:
-                        _product(grad_hidden[rows], tile, w, accumulate=True)
-                    if grad_w is not None:
-                        _product(grad_w, tile.t(), x[rows], accumulate=rows.start > 0)
-                if grad_weight is not None and grad_w is not None and weight.dtype != dtype:
-                    grad_weight[columns] = grad_w
+        for columns, tile, grad_logits, here, index in plan.tiles(hidden, weight, labels):
+            tile.sub_(peak.unsqueeze(1)).exp_()
+            tile.scatter_add_(1, index, torch.where(here, -total, 0).unsqueeze(1))
+            tile.mul_(scale)  # now the gradient of the logits
+            if grad_logits.dtype != tile.dtype:
+                grad_logits.copy_(tile)
+            if grad_hidden is not None:
+                if grad_logits.dtype == tile.dtype:
+                    grad_hidden.addmm_(grad_logits, weight[columns])
+                else:
+                    grad_hidden += grad_logits @ weight[columns]
+            if grad_weight is not None:
+                torch.mm(grad_logits.t(), hidden, out=grad_weight[columns])
         if grad_weight is not None:
-            grad_weight[plan.columns if tokens else 0 :] = 0
+            grad_weight[plan.columns if len(labels) else 0 :] = 0
         if grad_hidden is not None:
-            if plan.group is not None and plan.reduce_grad_hidden and tokens:
+            if plan.group is not None and plan.reduce_grad_hidden and len(labels):
                 dist.all_reduce(grad_hidden, group=plan.group)
             grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, None, None, None
@@ -194,8 +145,7 @@ def fused_linear_logprobs(
     *,
     with_entropy: bool = False,
     reduce_grad_hidden: bool = True,
-    token_chunk: int = TOKEN_CHUNK,
-    vocab_chunk: int = VOCAB_CHUNK,
+    vocab_chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``log_softmax(hidden @ weight.T / temperature)`` at ``labels``, and the entropy, without the logits.
 
@@ -213,7 +163,7 @@ def fused_linear_logprobs(
         reduce_grad_hidden: sum the gradient of ``hidden`` over ``tp_group``. False leaves each rank with its
             rows' part, for a caller whose own backward pass sums it: Megatron's gather from the sequence-parallel
             region reduce-scatters.
-        token_chunk, vocab_chunk: largest tile of logits.
+        vocab_chunk: columns of a tile of logits; by default as many as make ``TILE_LOGITS``.
 
     Returns:
         Log-probs and entropy, ``[tokens]`` each, in float32 (float64 for float64 inputs), the same on all ranks
@@ -221,7 +171,7 @@ def fused_linear_logprobs(
         -inf.
 
     Raises:
-        ValueError: temperature or a chunk not positive, shapes or dtypes that do not fit, or fewer rows than
+        ValueError: temperature or ``vocab_chunk`` not positive, shapes or dtypes that do not fit, or fewer rows than
             ``vocab_size``.
     """
     if not 0.0 < temperature < math.inf:
@@ -233,8 +183,10 @@ def fused_linear_logprobs(
         )
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} but the output weight {weight.dtype}; cast one of them")
-    if token_chunk < 1 or vocab_chunk < 1:
-        raise ValueError(f"token_chunk {token_chunk} and vocab_chunk {vocab_chunk} must be at least 1")
+    if vocab_chunk is None:
+        vocab_chunk = max(MIN_VOCAB_CHUNK, TILE_LOGITS // max(1, len(hidden)))
+    if vocab_chunk < 1:
+        raise ValueError(f"vocab_chunk {vocab_chunk} must be at least 1")
     group = tp_group if tp_group is not None and tp_group.size() > 1 else None
     width = weight.size(0)
     padded = width * (group.size() if group else 1)
@@ -244,7 +196,7 @@ def fused_linear_logprobs(
         )
     first = width * (group.rank() if group else 0)
     columns = min(max(vocab_size - first, 0), width)
-    plan = _Plan(group, reduce_grad_hidden, temperature, first, columns, token_chunk, vocab_chunk)
+    plan = _Plan(group, reduce_grad_hidden, temperature, first, columns, vocab_chunk)
     result: tuple[Tensor, Tensor | None] = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, labels, plan, with_entropy
     )
@@ -294,3 +246,64 @@ def masked_linear_logprobs(
 
     logprobs, entropy = selected
     return scatter(logprobs), None if entropy is None else scatter(entropy)
+
+
+@dataclass(frozen=True)
+class TokenTargets:
+    """What :func:`output_layer_logprobs` scores: this rank's tokens of one micro-batch.
+
+    ``labels`` and ``mask`` are ``[b, s]``, already shifted to the columns that predict them, and the same on all
+    tensor-parallel ranks (``s`` is the whole sequence under sequence parallelism, this rank's part under context
+    parallelism). With ``with_entropy`` the model's output is ``[2, b, s]``: log-probs and entropies.
+    """
+
+    labels: Tensor
+    mask: Tensor
+    temperature: float
+    vocab_size: int
+    with_entropy: bool = False
+
+
+def output_layer_logprobs(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    context: TokenTargets,
+    **_: Any,
+) -> Tensor:
+    """``output_processor`` of Megatron's ``GPTModel.forward``: log-probs in place of logits.
+
+        model(tokens, positions, None, output_processor=output_layer_logprobs, output_processor_context=targets)
+
+    Stages without an output layer ignore both arguments.
+
+    Args:
+        hidden_states: ``[s, b, hidden]`` after the final norm; ``[s / tp, b, hidden]`` with sequence parallelism,
+            where the gather's backward pass does the one sum of their gradient over tensor-parallel ranks.
+        output_layer: Megatron's ``ColumnParallelLinear``.
+        output_weight: the embedding, when it is tied.
+        context: targets of the micro-batch.
+
+    Returns:
+        Log-probs ``[b, s]``, zero where the mask is; with entropies ``[2, b, s]``.
+    """
+    weight: Tensor = output_layer.weight if output_weight is None else output_weight
+    group: dist.ProcessGroup = output_layer.tp_group
+    if output_layer.sequence_parallel:
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
+    logprobs, entropy = masked_linear_logprobs(
+        hidden_states,
+        weight,
+        context.labels.t(),
+        context.mask.t(),
+        group,
+        context.temperature,
+        context.vocab_size,
+        with_entropy=context.with_entropy,
+        reduce_grad_hidden=not output_layer.sequence_parallel,
+    )
+    output = logprobs if entropy is None else torch.stack([logprobs, entropy])
+    return output.transpose(-1, -2).contiguous()

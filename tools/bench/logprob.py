@@ -40,7 +40,7 @@ MEGATRON = "megatron-core"
 MIB = 2**20
 
 
-def _variant(name: str, chunks: tuple[int, int], masked: float, vocab: int) -> Callable[..., Tensor]:
+def _variant(name: str, chunk: int | None, masked: float, vocab: int) -> Callable[..., Tensor]:
     """``fn(hidden, weight, labels, mask) -> log-probs`` on this rank."""
     group = dist.group.WORLD
     if name == "torch":
@@ -69,7 +69,7 @@ def _variant(name: str, chunks: tuple[int, int], masked: float, vocab: int) -> C
 
     from megatron_grpo.parallel.fused_logprobs import fused_linear_logprobs, masked_linear_logprobs
 
-    options = {"token_chunk": chunks[0], "vocab_chunk": chunks[1], "with_entropy": name == "fused + entropy"}
+    options = {"vocab_chunk": chunk, "with_entropy": name == "fused + entropy"}
 
     def fused(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         if masked:
@@ -153,11 +153,6 @@ class _Ranks:
             process.join()
 
 
-def _chunks(text: str) -> tuple[int, int]:
-    tokens, columns = text.split("x")
-    return int(tokens), int(columns)
-
-
 def _run(args: argparse.Namespace, tp: int, dtype: str) -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = [
@@ -168,16 +163,16 @@ def _run(args: argparse.Namespace, tp: int, dtype: str) -> None:
         torch.randint(0, args.vocab, (args.tokens,), generator=generator),
     ]
     scores = torch.rand(args.tokens, generator=generator)
-    variants: list[tuple[str, tuple[Any, ...]]] = [(MEGATRON, (MEGATRON, (0, 0), 0.0, args.vocab))]
+    variants: list[tuple[str, tuple[Any, ...]]] = [(MEGATRON, (MEGATRON, None, 0.0, args.vocab))]
     if tp == 1:
-        variants.append(("torch log_softmax", ("torch", (0, 0), 0.0, args.vocab)))
-    for chunks in args.chunks:
-        size = f"{chunks[0]}x{chunks[1]}"
-        variants.append((f"fused {size}", ("fused", chunks, 0.0, args.vocab)))
+        variants.append(("torch log_softmax", ("torch", None, 0.0, args.vocab)))
+    for chunk in args.chunks or [None]:
+        size = f" {chunk}" if chunk else ""
+        variants.append((f"fused{size}", ("fused", chunk, 0.0, args.vocab)))
         if args.entropy:
-            variants.append((f"fused + entropy {size}", ("fused + entropy", chunks, 0.0, args.vocab)))
+            variants.append((f"fused + entropy{size}", ("fused + entropy", chunk, 0.0, args.vocab)))
         for masked in args.masked:
-            variants.append((f"fused {size}, {masked:.0%} masked", ("fused", chunks, masked, args.vocab)))
+            variants.append((f"fused{size}, {masked:.0%} masked", ("fused", chunk, masked, args.vocab)))
     with tempfile.TemporaryDirectory() as folder:
         for x in inputs:
             x.share_memory_()
@@ -209,7 +204,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
     parser.add_argument("--tp", nargs="+", type=int, default=[1])
     parser.add_argument(
-        "--chunks", nargs="+", type=_chunks, default=[(512, 4096)], help="TOKENSxCOLUMNS of a tile"
+        "--chunks", nargs="*", type=int, help="columns of a tile; default: the library's choice"
     )
     parser.add_argument(
         "--masked", nargs="*", type=float, default=[0.6], help="fractions of positions without a loss"
