@@ -39,10 +39,12 @@ class _Plan:
     def tiles(
         self, hidden: Tensor, weight: Tensor, labels: Tensor
     ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor]]:
-        """For one tile after the other, in the same memory:
+        """One tile after the other, in the same memory.
 
-        its columns, the logits ``[tokens, columns]`` in float32 or more, the same memory in the matrices' dtype,
-        which of the labels lie in it ``[tokens]``, and where ``[tokens, 1]`` (0 for the others).
+        Yields:
+            The tile's columns; its scaled logits ``[tokens, columns]``, in float32 for bf16 matrices; room for as
+            many numbers in the matrices' dtype, the same memory where that is the same dtype; which labels lie in
+            the tile ``[tokens]``; and in which column ``[tokens, 1]``, 0 for the others.
         """
         tokens, dtype = hidden.size(0), torch.promote_types(hidden.dtype, torch.float32)
         size = tokens * min(self.vocab_chunk, self.columns)
