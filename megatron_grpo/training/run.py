@@ -58,7 +58,8 @@ def run_training(config: RunConfig, console: Console, stop: StopRequest) -> int:
 
 
 def _report(error: BaseException, rank: int, console: Console, config: RunConfig, stop: StopRequest) -> int:
-    if isinstance(error, KeyboardInterrupt):
+    # after a second Ctrl-C a rank that is inside a collective only sees the others leave
+    if isinstance(error, KeyboardInterrupt) or (stop.name == "SIGINT" and _lost_a_rank(error)):
         if rank == 0 and not stop.rank_failed:
             log.error(
                 "ended by %s; the last checkpoint, if any, is whole: the same command continues from it",
