@@ -152,7 +152,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     yield tmp_path
-    for process in processes_of(tmp_path):  # of a test that failed; the guard, "python -P guard.py", cleans up
+    # of a test that failed; the guard, "python -P guard.py", cleans up
+    for process in processes_of(tmp_path):
         if process.cmdline()[1:2] != ["-P"]:
             process.kill()
 
