@@ -15,7 +15,8 @@ peak MiB
     High-water mark of resident memory (``VmHWM``, reset through ``clear_refs`` before each call) over resident
     memory before the call, less the bytes of the two gradients: largest over rounds and ranks. Library code and
     per-thread buffers that a call on a few tokens loads are already resident; everything else counts, also
-    what BLAS allocates. Linux only.
+    what BLAS allocates. A peak before the gradients exist is flattered by their bytes: megatron-core's in bf16,
+    never the fused one. Linux only.
 """
 
 from __future__ import annotations
