@@ -60,10 +60,11 @@ def initialize_layout(
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int | None = None,
+    timeout_s: float = 1800,
 ) -> ParallelLayout:
     """Build Megatron's process groups over the default group, which must exist, and describe this rank.
 
-    Collective over all ranks.
+    ``timeout_s`` is the deadline of every collective in these groups. Collective over all ranks.
     """
     from megatron.core import parallel_state as ps
 
@@ -74,6 +75,7 @@ def initialize_layout(
         context_parallel_size=context_parallel_size,
         expert_model_parallel_size=expert_model_parallel_size,
         expert_tensor_parallel_size=expert_tensor_parallel_size,
+        distributed_timeout_minutes=timeout_s / 60,
     )
     return ParallelLayout(
         world_size=dist.get_world_size(),

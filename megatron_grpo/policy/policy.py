@@ -23,8 +23,8 @@ from megatron_grpo.models.checkpoint import iter_hf_weights, load_hf_weights
 from megatron_grpo.models.hf_directory import HFDirectory
 from megatron_grpo.parallel import platform
 from megatron_grpo.parallel.collectives import gather_from_context_parallel, split_for_context_parallel
+from megatron_grpo.parallel.fused_logprobs import TokenTargets, output_layer_logprobs
 from megatron_grpo.parallel.layout import ParallelLayout
-from megatron_grpo.parallel.logprobs import vocab_parallel_logprobs
 from megatron_grpo.parallel.reductions import MetricReducer, Metrics
 from megatron_grpo.policy.experience import Experience
 from megatron_grpo.policy.model_builder import build_model_chunks
@@ -35,8 +35,6 @@ from megatron_grpo.policy.optimizer import (
     wrap_ddp,
 )
 from megatron_grpo.policy.reference import ReferenceWeights
-
-MicroBatchFn = Callable[[Experience, Tensor], Any]
 
 
 def sequence_multiple(layout: ParallelLayout, sequence_parallel: bool) -> int:
@@ -103,13 +101,14 @@ class MegatronPolicy:
             micro_batch_size: instead of the configured one.
         """
 
-        def collect(microbatch: Experience, logits: Tensor) -> Tensor:
-            return self._token_logprobs(microbatch, logits, temperature)  # [b, S / cp]
-
         for chunk in self.chunks:
             chunk.eval()
         results = self._run_schedule(
-            batch, micro_batch_size or self.config.forward_batch_size, collect, forward_only=True
+            batch,
+            micro_batch_size or self.config.forward_batch_size,
+            lambda _, logprobs: logprobs,
+            forward_only=True,
+            temperature=temperature,
         )
         for chunk in self.chunks:
             chunk.train()
@@ -121,7 +120,7 @@ class MegatronPolicy:
             dist.broadcast(shifted, group=self.layout.pp_group, group_src=self.layout.pp - 1)
         logprobs = torch.zeros_like(shifted)
         logprobs[:, 1:] = shifted[:, :-1]
-        return logprobs * batch.token_mask.to(logprobs.device)
+        return logprobs
 
     def reference_logprobs(self, batch: Experience) -> Tensor:
         """As :meth:`logprobs`, under the weights that the run started from."""
@@ -142,10 +141,8 @@ class MegatronPolicy:
             NonFiniteGradientError: on every rank, before any weight changes.
         """
 
-        def loss(microbatch: Experience, logits: Tensor) -> tuple[Tensor, Tensor, Metrics]:
-            output = loss_fn(
-                self._token_logprobs(microbatch, logits).flatten(), self._loss_inputs(microbatch, version)
-            )
+        def loss(microbatch: Experience, logprobs: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+            output = loss_fn(logprobs.flatten(), self._loss_inputs(microbatch, version))
             return output.loss_sum, output.num_tokens, output.metrics
 
         for chunk in self.chunks:
@@ -166,19 +163,44 @@ class MegatronPolicy:
     # ---- micro-batches through Megatron's schedules
 
     def _run_schedule(
-        self, batch: Experience, size: int, on_logits: MicroBatchFn, *, forward_only: bool
+        self,
+        batch: Experience,
+        size: int,
+        on_logprobs: Callable[[Experience, Tensor], Any],
+        *,
+        forward_only: bool,
+        temperature: float | None = None,
     ) -> list[Any]:
-        """Run micro-batches through the pipeline; what ``on_logits`` gave for each, on the last stage."""
+        """Run micro-batches through the pipeline.
+
+        The last stage turns hidden states into log-probs [b, S / cp] of each column's next token, without ever
+        holding the logits, and only where the token mask is set.
+
+        Returns:
+            What ``on_logprobs`` gave for each micro-batch, on the last stage.
+        """
         microbatches = batch.microbatches(size)
 
         def forward_step(iterator: Iterator[Experience], model: torch.nn.Module) -> tuple[Tensor, Any]:
             microbatch = next(iterator)
             tokens = self._local(microbatch.tokens)
             positions = torch.arange(batch.tokens.size(1), device=tokens.device).expand_as(microbatch.tokens)
-            output = model(tokens, self._local(positions), None)
+            targets = TokenTargets(
+                self._local_targets(microbatch.tokens),
+                self._local_targets(microbatch.token_mask),
+                self.temperature if temperature is None else temperature,
+                self.vocab_size,
+            )
+            output = model(
+                tokens,
+                self._local(positions),
+                None,
+                output_processor=output_layer_logprobs,
+                output_processor_context=targets,
+            )
 
-            def finish(logits: Tensor, non_loss_data: bool = False) -> Any:
-                return on_logits(microbatch, logits)
+            def finish(logprobs: Tensor, non_loss_data: bool = False) -> Any:
+                return on_logprobs(microbatch, logprobs)
 
             return output, finish
 
@@ -207,17 +229,6 @@ class MegatronPolicy:
         Shifting before the split keeps the token at each chunk boundary.
         """
         return self._local(torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1))
-
-    def _token_logprobs(
-        self, microbatch: Experience, logits: Tensor, temperature: float | None = None
-    ) -> Tensor:
-        return vocab_parallel_logprobs(
-            logits,
-            self._local_targets(microbatch.tokens),
-            self.layout.tp_group,
-            self.temperature if temperature is None else temperature,
-            self.vocab_size,
-        )
 
     def _loss_inputs(self, mb: Experience, version: int) -> LossInputs:
         if mb.advantages is None:

@@ -45,7 +45,9 @@ def run_training(config: RunConfig, console: Console, stop: StopRequest) -> int:
                 check_run(config, world_size)
             _initialize_distributed(config, rank, world_size)
             stack.callback(dist.destroy_process_group)
-            layout = initialize_layout(**config.policy.parallel.group_sizes())
+            layout = initialize_layout(
+                **config.policy.parallel.group_sizes(), timeout_s=config.distributed_timeout_s
+            )
             session = TrainingSession(config, layout, console, stop, stack)
             session.train()
             dist.barrier()

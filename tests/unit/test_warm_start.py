@@ -20,8 +20,8 @@ from tools.warm_start import (
     build_tokenizer,
     collate,
     encode,
+    expected_reward,
     fit,
-    greedy_accuracy,
     main,
     warm_start,
 )
@@ -29,7 +29,7 @@ from tools.warm_start import (
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 # Stops at the first probe, whatever was learned.
 QUICK = Recipe(
-    hidden_size=64, intermediate_size=64, num_layers=1, batch_size=8, probe_every=2, target_accuracy=0.0
+    hidden_size=64, intermediate_size=64, num_layers=1, batch_size=8, probe_every=2, target_reward=0.0
 )
 
 
@@ -91,23 +91,25 @@ def test_only_answers_are_labelled() -> None:
     assert labels.tolist() == [[IGNORED, IGNORED, 8, 2], [9, 2, IGNORED, IGNORED]]
 
 
-def test_accuracy_is_that_of_greedy_generation(questions: list[Question]) -> None:
+def test_expected_reward_is_the_probability_of_the_whole_reply(questions: list[Question]) -> None:
     torch.manual_seed(0)
     tokenizer = build_tokenizer(questions, 320)
     renderer = ChatRenderer(tokenizer)
-    recipe = Recipe(hidden_size=64, intermediate_size=128, target_accuracy=0.3, probe_size=24, batch_size=24)
+    recipe = Recipe(hidden_size=64, intermediate_size=128, target_reward=0.2, probe_size=24, batch_size=24)
     examples = [encode(question, renderer) for question in questions[:24]]
     model = build_model(tokenizer, recipe)
-    _, accuracy = fit(model, examples, recipe, seed=0)
-    assert 0.3 <= accuracy < 1
+    _, reward = fit(model, examples, recipe, seed=0)
+    assert 0.2 <= reward < 1
 
-    model.eval()
-    right = 0
+    total = 0.0
     for prompt, answer in examples:
-        reply = model.generate(torch.tensor([prompt]), max_new_tokens=len(answer), do_sample=False)
-        right += reply[0, len(prompt) :].tolist() == answer
-    assert greedy_accuracy(model, *collate(examples)) == pytest.approx(right / 24)
-    assert accuracy == pytest.approx(right / 24)
+        probability = 1.0
+        for n, token in enumerate(answer):
+            logits = model(torch.tensor([prompt + answer[:n]])).logits[0, -1]
+            probability *= logits.softmax(-1)[token].item()
+        total += probability
+    assert expected_reward(model, *collate(examples)) == pytest.approx(total / 24, rel=1e-4)
+    assert reward == pytest.approx(total / 24, rel=1e-4)
 
 
 def test_directory_is_complete_and_depends_on_the_seed_only(tmp_path: Path) -> None:
@@ -150,7 +152,7 @@ def test_refusals(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         warm_start(small_config(tmp_path, "data.train={kind: jsonl, path: x.jsonl}"), QUICK)
 
     other = small_config(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"greedy accuracy on train problems is 0\.00 after 2 steps"):
+    with pytest.raises(ValueError, match=r"the expected reward on train problems is 0\.00 after 2 steps"):
         warm_start(other, Recipe(hidden_size=64, num_layers=1, probe_every=2, max_steps=2))
     assert not other.policy.model_path.exists()
 
