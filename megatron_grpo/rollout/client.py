@@ -17,6 +17,9 @@ from megatron_grpo.rollout.errors import EngineError
 from megatron_grpo.types import FinishReason
 
 SERVED_MODEL = "policy"
+KEEP_ALIVE_S = 2.0
+"""Idle connections are given up after this: well before any server does (uvicorn: 5 s), or a request that is sent
+just when the server closes its connection fails."""
 _NOT_A_LOGPROB = -9999.0  # what vLLM puts in place of NaN and minus infinity
 
 # One line for every request of a rollout drowns all others.
@@ -80,7 +83,9 @@ class EngineClient:
         self.request_timeout_s = request_timeout_s
         self._check = check
         # The engine queues; a limit here would only hide requests from its scheduler.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEP_ALIVE_S
+        )
         transport = httpx.AsyncHTTPTransport(uds=str(uds) if uds else None, limits=limits)
         self._http = httpx.AsyncClient(
             transport=transport, base_url=base_url, headers=auth_header(key), timeout=None, trust_env=False

@@ -23,7 +23,7 @@ import psutil  # type: ignore[import-untyped]
 from megatron_grpo.config.generation import VLLMConfig
 from megatron_grpo.rollout import guard
 from megatron_grpo.rollout.auth import KEY_VARIABLE, OPEN_PATH
-from megatron_grpo.rollout.client import SERVED_MODEL, EngineClient
+from megatron_grpo.rollout.client import KEEP_ALIVE_S, SERVED_MODEL, EngineClient
 from megatron_grpo.rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -161,6 +161,7 @@ class EngineProcess:
             "VLLM_SERVER_DEV_MODE": "1",  # mounts the weight, pause and cache routes
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(int(10 * KEEP_ALIVE_S)),
         }
         if self._cuda_device is not None:
             # The index counts what this process sees, which a scheduler may have narrowed already.

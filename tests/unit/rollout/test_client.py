@@ -3,12 +3,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from megatron_grpo.rollout.client import EngineClient, SamplingParams
+from megatron_grpo.rollout.client import KEEP_ALIVE_S, EngineClient, SamplingParams
 from megatron_grpo.rollout.errors import EngineError
 
 Handler = Callable[[httpx.Request], Any]
@@ -130,3 +131,34 @@ def test_prefix_cache_that_was_not_reset_is_an_error() -> None:
     client = _client(lambda request: httpx.Response(200, json={"success": False}))
     with pytest.raises(EngineError, match=r"engine3: .*prefix cache"):
         asyncio.run(client.reset_prefix_cache())
+
+
+def test_a_connection_that_the_server_gives_up_is_not_used_again(tmp_path: Path) -> None:
+    """A training step between two rollouts may last as long as the server keeps an idle connection."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        last = loop.time()
+        try:
+            while await reader.readuntil(b"\r\n\r\n"):
+                if loop.time() - last > KEEP_ALIVE_S:
+                    break  # closed in the middle of the request: no response
+                body = b'{"weight_version": "3"}'
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+                last = loop.time()
+        except asyncio.IncompleteReadError:
+            return
+        finally:
+            writer.close()
+
+    async def run() -> list[int]:
+        socket = tmp_path / "s"
+        async with await asyncio.start_unix_server(serve, socket):
+            client = EngineClient("engine3", key="k" * 32, uds=socket)
+            versions = [await client.weight_version()]
+            await asyncio.sleep(KEEP_ALIVE_S + 0.3)
+            versions.append(await client.weight_version())
+            await client.close()
+        return versions
+
+    assert asyncio.run(run()) == [3, 3]

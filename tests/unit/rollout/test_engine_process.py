@@ -10,6 +10,7 @@ import pytest
 
 from megatron_grpo.config.generation import VLLMConfig
 from megatron_grpo.rollout.auth import KEY_VARIABLE
+from megatron_grpo.rollout.client import KEEP_ALIVE_S
 from megatron_grpo.rollout.engine_process import EngineProcess
 from megatron_grpo.rollout.errors import EngineError
 
@@ -53,6 +54,7 @@ def test_command_line_and_environment_on_a_cpu(model: Path) -> None:
     assert len(engine.key) >= 32
     assert not environment.keys() & torchrun.keys()
     assert environment["PATH"] == "/bin"
+    assert int(environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 2 * KEEP_ALIVE_S
     assert environment["OMP_NUM_THREADS"] == "3"
     assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     assert command[-2:] == ["--swap-space", "0"]
