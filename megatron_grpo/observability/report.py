@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_grpo.observability.charts import Axis, Series, line_chart, stacked_chart
 from megatron_grpo.observability.console import format_duration
@@ -30,6 +31,14 @@ _CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Degenerate groups, fraction", (("degenerate", "groups/degenerate_fraction"),)),
 )
 _SMOOTHED = frozenset({"Reward"})
+
+
+class Fact(NamedTuple):
+    """One line of the summary."""
+
+    label: str
+    value: str
+    note: str
 
 
 def write_report(metrics_jsonl: Path, config_yaml: Path, output: Path) -> None:
@@ -87,7 +96,7 @@ def _page(name: str, metrics: Metrics, steps: list[int], unreadable: int, config
 <body>
 <main>
 <h1>{title}</h1>
-<section id="summary" aria-label="Summary">{_summary(metrics, steps)}</section>
+<section id="summary" aria-label="Summary">{"".join(map(_tile, _facts(metrics, steps)))}</section>
 {_warnings(metrics, unreadable)}
 <section id="curves" aria-label="Curves">{_curves(metrics, steps)}</section>
 <details id="metrics"><summary>All metrics</summary><div class="scroll">{_table(metrics)}</div></details>
@@ -99,52 +108,66 @@ def _page(name: str, metrics: Metrics, steps: list[int], unreadable: int, config
 """
 
 
-def _summary(metrics: Metrics, steps: list[int]) -> str:
+def summarize(metrics_jsonl: Path) -> list[Fact]:
+    """The facts at the top of the report: reward, validation accuracy, steps, wall time, slowest phase."""
+    metrics, steps, _ = read_metrics(metrics_jsonl)
+    return _facts(metrics, steps)
+
+
+def _facts(metrics: Metrics, steps: list[int]) -> list[Fact]:
     span = f"{min(steps)} to {max(steps)}" if steps else ""
     turns = sum(step > 0 for step in steps)
-    steps_tile = _tile("Steps", str(turns), span)
-    return "".join((_reward_tile(metrics), _validation_tile(metrics), steps_tile, *_time_tiles(metrics)))
+    steps_fact = Fact("Steps", str(turns), span)
+    return [_reward(metrics), _validation(metrics), steps_fact, *_times(metrics), _logprob_error(metrics)]
 
 
-def _reward_tile(metrics: Metrics) -> str:
+def _reward(metrics: Metrics) -> Fact:
     rewards = metrics["reward/mean"].finite() if "reward/mean" in metrics else []
     if len(rewards) < 2:
-        return _tile("Mean reward", f"{rewards[0]:.3f}" if rewards else "-", "")
+        return Fact("Mean reward", f"{rewards[0]:.3f}" if rewards else "-", "")
     count = min(10, len(rewards) // 2)
     first, last = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
     window = f"{count} steps" if count > 1 else "step"
     note = f"first {window}, last {window}: {last - first:+.3f}"
-    return _tile("Mean reward", f"{first:.3f} → {last:.3f}", note)
+    return Fact("Mean reward", f"{first:.3f} → {last:.3f}", note)
 
 
-def _validation_tile(metrics: Metrics) -> str:
+def _validation(metrics: Metrics) -> Fact:
     label, values = "Validation accuracy", metrics.get("validation/accuracy", Series())
     points = [point for point in zip(values.steps, values.values, strict=True) if math.isfinite(point[1])]
     if not points:
-        return _tile(label, "-", "not measured")
+        return Fact(label, "-", "not measured")
     (first_step, first), (last_step, last) = points[0], points[-1]
     if len(points) == 1:
-        return _tile(label, f"{first:.3f}", f"step {first_step}")
+        return Fact(label, f"{first:.3f}", f"step {first_step}")
     note = f"steps {first_step} and {last_step}: {last - first:+.3f}"
-    return _tile(label, f"{first:.3f} → {last:.3f}", note)
+    return Fact(label, f"{first:.3f} → {last:.3f}", note)
 
 
-def _time_tiles(metrics: Metrics) -> tuple[str, str]:
+def _logprob_error(metrics: Metrics) -> Fact:
+    label, errors = "Log-prob error", metrics.get("seq_logprob_error_max", Series()).finite()
+    if not errors:
+        return Fact(label, "-", "not measured")
+    return Fact(label, f"{max(errors):.6f}", "worst sequence, trainer against engine; 1 is none")
+
+
+def _times(metrics: Metrics) -> tuple[Fact, Fact]:
     durations = metrics["time/step_s"].finite() if "time/step_s" in metrics else []
     if not durations:
-        return _tile("Wall time", "-", ""), _tile("Slowest phase", "-", "")
+        return Fact("Wall time", "-", ""), Fact("Slowest phase", "-", "")
     wall = sum(durations)
-    tiles = [_tile("Wall time", format_duration(wall), f"{wall / len(durations):.1f} s per step")]
+    tiles = [Fact("Wall time", format_duration(wall), f"{wall / len(durations):.1f} s per step")]
     phases = {p: sum(metrics[f"time/{p}_s"].finite()) for p in PHASES if f"time/{p}_s" in metrics}
     if not phases or not wall:
-        return tiles[0], _tile("Slowest phase", "-", "")
+        return tiles[0], Fact("Slowest phase", "-", "")
     slowest = max(phases, key=lambda phase: phases[phase])
     share = f"{phases[slowest] / wall:.0%} of the time"
-    return tiles[0], _tile("Slowest phase", slowest, share)
+    return tiles[0], Fact("Slowest phase", slowest, share)
 
 
-def _tile(label: str, value: str, note: str) -> str:
-    return f"<div><h2>{escape(label)}</h2><strong>{escape(value)}</strong><small>{escape(note)}</small></div>"
+def _tile(fact: Fact) -> str:
+    label, value, note = map(escape, fact)
+    return f"<div><h2>{label}</h2><strong>{value}</strong><small>{note}</small></div>"
 
 
 def _warnings(metrics: Metrics, unreadable: int) -> str:

@@ -19,7 +19,7 @@ from megatron_grpo.data.datasets import load_prompts
 from megatron_grpo.data.sampler import PromptSampler
 from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.models.export import save_hf_directory
-from megatron_grpo.observability.report import write_report
+from megatron_grpo.observability.report import summarize, write_report
 from megatron_grpo.observability.sinks import MetricLogger
 from megatron_grpo.observability.telemetry import system_metrics
 from megatron_grpo.observability.timers import StepTimer
@@ -45,6 +45,14 @@ from megatron_grpo.types import Prompt
 log = logging.getLogger(__name__)
 
 _PROBE_ROWS = 2
+_RESULTS = {
+    "report.html": "curves and configuration, opens without a network",
+    "hf": "the policy as a Hugging Face directory",
+    "checkpoints": "to resume from",
+    "metrics.jsonl": "all metrics of every step",
+    "tensorboard": "event files",
+    "logs": "one file per rank and engine",
+}
 
 
 class _Leader:
@@ -279,8 +287,14 @@ class TrainingSession:
         run_dir = self.config.run_dir
         if self.config.checkpointing.export_hf:
             save_hf_directory(self.policy.model, self.policy.directory, run_dir / "hf", self.layout)
-        if self._metrics is not None:
-            self._metrics.close()
-            if self.config.logger.report:
-                write_report(run_dir / "metrics.jsonl", run_dir / "config.yaml", run_dir / "report.html")
-            log.info("done after %.0f s; everything is in %s", seconds, run_dir)
+        if self._metrics is None:
+            return
+        self._metrics.close()
+        if self.config.logger.report:
+            write_report(run_dir / "metrics.jsonl", run_dir / "config.yaml", run_dir / "report.html")
+        for label, value, note in summarize(run_dir / "metrics.jsonl"):
+            log.info("%-20s %-18s %s", label, value, note)
+        log.info("done after %.0f s; everything is in %s:", seconds, run_dir)
+        for name, content in _RESULTS.items():
+            if (run_dir / name).exists():
+                log.info("  %-14s %s", name, content)

@@ -97,12 +97,13 @@ def training_run() -> dict[int, dict[str, float]]:
 def test_summary_numbers(tmp_path: Path) -> None:
     _, page = report(tmp_path, training_run())
     # first ten: mean of 0.01 ... 0.10; last ten: 0.21 ... 0.30; 30 steps of 5 s
-    assert page.text["strong"] == ["0.055 → 0.255", "0.125 → 0.750", "30", "0:02:30", "rollout"]
+    assert page.text["strong"] == ["0.055 → 0.255", "0.125 → 0.750", "30", "0:02:30", "rollout", "1.050000"]
     assert page.text["small"] == [
         "first 10 steps, last 10 steps: +0.200",
         "steps 0 and 30: +0.625",
         "0 to 30",
-        "5.0 s per step",
+        "60% of the time",
+        "worst sequence, trainer against engine; 1 is none",
         "60% of the time",
     ]
     assert page.text["h1"] == ["run-7 - GRPO run"]
@@ -136,19 +137,19 @@ def test_everything_from_outside_is_escaped(tmp_path: Path) -> None:
 def test_missing_metrics_say_so(tmp_path: Path) -> None:
     _, page = report(tmp_path, {1: {"reward/mean": 0.5}, 2: {"reward/mean": math.nan}})
     assert page.text["output"] == ["step 2 · nan"] + ["not recorded"] * (len(CHARTS) - 1)
-    assert page.text["strong"] == ["0.500", "-", "2", "-", "-"]
+    assert page.text["strong"] == ["0.500", "-", "2", "-", "-", "-"]
 
 
 def test_a_single_step(tmp_path: Path) -> None:
     _, page = report(tmp_path, {30: training_run()[30]})
-    assert page.text["strong"] == ["0.300", "0.750", "1", "0:00:05", "rollout"]
+    assert page.text["strong"] == ["0.300", "0.750", "1", "0:00:05", "rollout", "1.050000"]
     assert page.tags.count("svg") == len(CHARTS)
 
 
 def test_no_steps_at_all(tmp_path: Path) -> None:
     _, page = report(tmp_path, {})
     assert page.text["p"] == ["No steps recorded."]
-    assert page.text["strong"] == ["-", "-", "0", "-", "-"]
+    assert page.text["strong"] == ["-", "-", "0", "-", "-", "-"]
 
 
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     html = (run / "report.html").read_text()
     page = Page(html)
     assert len(html) < 400_000
-    assert page.text["strong"][2:] == ["100000", "55:33:20", "rollout"]
+    assert page.text["strong"][2:] == ["100000", "55:33:20", "rollout", "-"]
     assert page.text["output"][0] == "steps 99501 to 100000 · 0.9975"
     assert ">1000</text>" in html  # the axis of the gradient norm reaches the one spike of 900
     assert page.text["p"] == [
