@@ -102,9 +102,9 @@ def test_summary_numbers(tmp_path: Path) -> None:
         "first 10 steps, last 10 steps: +0.200",
         "steps 0 and 30: +0.625",
         "0 to 30",
+        "5.0 s per step",
         "60% of the time",
         "worst sequence, trainer against engine; 1 is none",
-        "60% of the time",
     ]
     assert page.text["h1"] == ["run-7 - GRPO run"]
 
