@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-TILE_LOGITS = 2**21  # 8 MiB of float32
+# logits of a tile: in a CPU's second-level cache; on a GPU enough for large kernels (128 MiB of float32)
+TILE_LOGITS = {"cpu": 2**19, "cuda": 2**25}
 MIN_VOCAB_CHUNK = 256  # narrower tiles spend their time on adding to the gradient of the hidden states
 
 
@@ -186,7 +187,7 @@ def fused_linear_logprobs(
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} but the output weight {weight.dtype}; cast one of them")
     if vocab_chunk is None:
-        vocab_chunk = max(MIN_VOCAB_CHUNK, TILE_LOGITS // max(1, len(hidden)))
+        vocab_chunk = max(MIN_VOCAB_CHUNK, TILE_LOGITS[hidden.device.type] // max(1, len(hidden)))
     if vocab_chunk < 1:
         raise ValueError(f"vocab_chunk {vocab_chunk} must be at least 1")
     group = tp_group if tp_group is not None and tp_group.size() > 1 else None
