@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from megatron_grpo.algorithms.group_statistics import GroupStatistics, all_reduce, group_statistics
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.config.loss import ClippedPGLossConfig
-from megatron_grpo.parallel.reductions import Metrics, Reduction, masked_max, masked_mean, masked_min
+from megatron_grpo.parallel.reductions import Metrics, Reduction, masked_max, masked_min
 
 REWARD_COMPONENT_PREFIX = "reward/"
 _STD_EPSILON = 1e-6
@@ -112,9 +112,9 @@ class AdvantageEstimator(ABC):
         return torch.where(groups.degenerate, 0.0, advantages)
 
     def _penalty(self, inputs: AdvantageInputs) -> Tensor:
-        """``[B, S]`` the KL per token times its coefficient, 0 at masked tokens."""
+        """``[B, S]`` the KL per token times its coefficient, 0 at masked tokens; ``[B, 1]`` zeros without it."""
         if not self.use_kl_in_reward:
-            return inputs.token_mask.new_zeros(inputs.token_mask.shape, dtype=torch.float64)
+            return inputs.rewards.new_zeros(len(inputs.rewards), 1, dtype=torch.float64)
         if inputs.kl is None:
             raise ValueError(
                 "loss_fn.use_kl_in_reward is true but the batch has no KL; compute the reference policy's "
@@ -142,21 +142,23 @@ class AdvantageEstimator(ABC):
         if low is not None or high is not None:
             advantages = advantages.clamp(low, high)
         mask = inputs.valid_tokens
-        result = torch.where(mask, advantages, 0.0)
+        result = torch.where(mask, advantages.to(inputs.rewards.dtype), 0.0)
+        # of a row that has one advantage, the tokens need only be counted
+        weights = mask.sum(1, keepdim=True, dtype=torch.int32) if advantages.size(1) == 1 else mask
         # Whole rows, the same on context parallel ranks: hence over sequences. The group counts are known to
         # all data parallel ranks: one of them reports them.
         reports = self.dp_group is None or self.dp_group.rank() == 0
-        total = result.new_tensor(groups.num_groups * reports)
-        degenerate = result.new_tensor(groups.num_degenerate_groups * reports)
+        total = advantages.new_tensor(groups.num_groups * reports)
+        degenerate = advantages.new_tensor(groups.num_degenerate_groups * reports)
         metrics: Metrics = {
             "num_groups": Reduction.total(total, "groups"),
             "num_degenerate_groups": Reduction.total(degenerate, "groups"),
             "groups/degenerate_fraction": Reduction.mean(degenerate, total, "groups"),
-            "advantage_mean": masked_mean(result, mask, "sequences"),
-            "advantage_min": masked_min(result, mask, "sequences"),
-            "advantage_max": masked_max(result, mask, "sequences"),
+            "advantage_mean": Reduction.mean((advantages * weights).sum(), weights.sum(), "sequences"),
+            "advantage_min": masked_min(advantages, weights > 0, "sequences"),
+            "advantage_max": masked_max(advantages, weights > 0, "sequences"),
         }
-        return result.to(inputs.rewards.dtype), metrics
+        return result, metrics
 
 
 class GRPOAdvantageEstimator(AdvantageEstimator):

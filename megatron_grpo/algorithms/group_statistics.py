@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+_MAX_ID_RANGE = 2**16
+
 
 @dataclass(frozen=True)
 class GroupStatistics:
@@ -42,32 +44,35 @@ def group_statistics(
         group_ids: ``[B]`` int64.
         valid: ``[B]`` bool; other rows are in no statistic, and may hold anything.
     """
-    ids = _all_ids(group_ids, dp_group)
-    row = torch.searchsorted(ids, group_ids)  # [B] into the groups of all ranks
-    values = torch.where(valid[:, None], values, 0.0)
-    zeros = values.new_zeros(len(ids), values.size(1) + 1)
+    num_groups, row = _numbered(group_ids, dp_group)
+    mask = valid[:, None]
+    values = torch.where(mask, values, 0.0)
+    zeros = values.new_zeros(num_groups, values.size(1) + 1)
 
-    ones = valid[:, None].to(values.dtype)
-    totals = all_reduce(zeros.index_add(0, row, torch.cat([ones, values], 1)), dp_group)
+    totals = all_reduce(zeros.index_add(0, row, torch.cat([mask.to(values.dtype), values], 1)), dp_group)
     count, total = totals[:, :1], totals[:, 1:]  # [G, 1], [G, K]
     mean = total / count.clamp(min=1)
 
-    deviations = torch.where(valid[:, None], (values - mean[row]).square(), 0.0)
+    deviations = torch.where(mask, (values - mean.index_select(0, row)).square(), 0.0)
     squares = all_reduce(zeros[:, 1:].index_add(0, row, deviations), dp_group)
     std = (squares / (count - 1).clamp(min=1)).sqrt()
 
     # the minimum as the maximum of the negative: one collective for both
-    both = torch.cat([values, -values], 1).masked_fill(~valid[:, None], -torch.inf)
-    lowest = both.new_full((len(ids), both.size(1)), -torch.inf)
-    extremes = lowest.scatter_reduce(0, row[:, None].expand_as(both), both, "amax")
-    high, minus_low = all_reduce(extremes, dp_group, dist.ReduceOp.MAX).chunk(2, 1)
-    degenerate = (count <= 1) | (high == -minus_low)
+    both = torch.where(valid, torch.cat([values.T, -values.T]), -torch.inf)  # [2 K, B]
+    lowest = both.new_full((len(both), num_groups), -torch.inf)
+    extremes = lowest.scatter_reduce(1, row.expand_as(both), both, "amax")
+    high, minus_low = all_reduce(extremes, dp_group, dist.ReduceOp.MAX).chunk(2)
+    degenerate = (count <= 1) | (high == -minus_low).T
 
     present = count.squeeze(1) > 0
     return GroupStatistics(
-        count[row], total[row], std[row], degenerate[row],
-        int(present.sum()), int((present & degenerate.all(1)).sum()),
-    )  # fmt: skip
+        count=count.index_select(0, row),
+        sum=total.index_select(0, row),
+        std=std.index_select(0, row),
+        degenerate=degenerate.index_select(0, row),
+        num_groups=int(present.sum()),
+        num_degenerate_groups=int((present & degenerate.all(1)).sum()),
+    )
 
 
 def all_reduce(
@@ -79,15 +84,27 @@ def all_reduce(
     return x
 
 
-def _all_ids(group_ids: Tensor, dp_group: ProcessGroup | None) -> Tensor:
-    """The distinct ids of all ranks, sorted."""
-    ids: Tensor = torch.unique(group_ids)
+def _numbered(group_ids: Tensor, dp_group: ProcessGroup | None) -> tuple[int, Tensor]:
+    """How many numbers, the same on all ranks, and ``[B]`` the number of each row's group.
+
+    Ids of a step are next to each other as a rule: then their distance from the lowest numbers them, without
+    a sort, and a number that no row has is an empty group.
+    """
+    bounds = group_ids.new_tensor([torch.iinfo(torch.int64).min] * 2)  # of no rows
+    if len(group_ids):
+        low, high = group_ids.aminmax()
+        bounds = torch.stack([~low, high])  # ~x = -x - 1, which cannot overflow
+    not_lowest, highest = all_reduce(bounds, dp_group, dist.ReduceOp.MAX).tolist()
+    lowest = ~not_lowest
+    if 0 <= highest - lowest < _MAX_ID_RANGE:
+        return highest - lowest + 1, group_ids - lowest
+    ids, row = torch.unique(group_ids, return_inverse=True)
     if dp_group is None or dp_group.size() == 1:
-        return ids
+        return len(ids), row
     size = ids.new_tensor([len(ids)])
     longest = int(all_reduce(size.clone(), dp_group, dist.ReduceOp.MAX))
     padded = torch.cat([size, ids, ids.new_zeros(longest - len(ids))])
     gathered = [torch.empty_like(padded) for _ in range(dp_group.size())]
     dist.all_gather(gathered, padded, group=dp_group)
-    distinct: Tensor = torch.unique(torch.cat([part[1 : 1 + int(part[0])] for part in gathered]))
-    return distinct
+    distinct = torch.unique(torch.cat([part[1 : 1 + int(part[0])] for part in gathered]))
+    return len(distinct), torch.searchsorted(distinct, ids)[row]

@@ -24,7 +24,7 @@ ESTIMATORS: dict[str, tuple[dict[str, Any], bool]] = {
 SPLITS = {2: [[0, 3, 5], [1, 2, 4, 6, 7, 8, 9, 10, 11]], 3: [list(range(7)), [], list(range(7, 12))]}
 
 
-def _rows(rows: list[int]) -> AdvantageInputs:
+def _rows(rows: list[int], id_distance: int = 1) -> AdvantageInputs:
     generator = torch.Generator().manual_seed(0)
 
     def uniform(*shape: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ def _rows(rows: list[int]) -> AdvantageInputs:
         uniform(12, 5),
         uniform(12, 5) > 0.3,
     )
-    group_ids = torch.arange(12) % 4 * 1000 - 7
+    group_ids = torch.arange(12) % 4 * id_distance - 7
     sample_mask = torch.ones(12)
     sample_mask[4] = 0
     for x in (rewards, a, b):
@@ -57,19 +57,24 @@ def _estimator(keys: dict[str, Any], use_kl: bool, group: Any) -> Any:
     return make_advantage_estimator(config, loss, group)
 
 
-def _sharded(rank: int, world: int) -> dict[str, tuple[list[list[float]], dict[str, float]]]:
+def _sharded(
+    rank: int, world: int, id_distance: int
+) -> dict[str, tuple[list[list[float]], dict[str, float]]]:
     layout = initialize_layout()
     answers = {}
     for name, (keys, use_kl) in ESTIMATORS.items():
-        advantages, metrics = _estimator(keys, use_kl, layout.dp_group)(_rows(SPLITS[world][rank]))
+        advantages, metrics = _estimator(keys, use_kl, layout.dp_group)(
+            _rows(SPLITS[world][rank], id_distance)
+        )
         answers[name] = (advantages.tolist(), MetricReducer(layout).reduce(metrics))
     return answers
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("world", [2, 3])
-def test_groups_that_straddle_ranks_equal_one_process(ranks: RankPool, world: int) -> None:
-    answers = ranks.run(world, _sharded)
+@pytest.mark.parametrize("id_distance", [1, 10**12])
+def test_groups_that_straddle_ranks_equal_one_process(ranks: RankPool, world: int, id_distance: int) -> None:
+    answers = ranks.run(world, _sharded, id_distance)
     for name, (keys, use_kl) in ESTIMATORS.items():
         whole, metrics = _estimator(keys, use_kl, None)(_rows(list(range(12))))
         expected = {key: m.value() for key, m in metrics.items()}

@@ -37,6 +37,7 @@ DEPENDENCIES = {
     "vllm": {"refit"},
     "transformers": {"data"},
     "reasoning_gym": {"data", "environments"},
+    "jax": {"algorithms"},
 }
 
 
@@ -95,10 +96,18 @@ def test_the_documentation_has_the_same_table() -> None:
     assert rows == list(LAYERS.items())
 
 
-def test_config_imports_without_torch() -> None:
-    program = (
-        "import sys, megatron_grpo.config; print(sorted({'torch', 'megatron', 'vllm'} & set(sys.modules)))"
-    )
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [
+        (["config"], {"torch", "megatron", "vllm", "jax"}),
+        (["algorithms.jax.loss", "algorithms.jax.advantages"], {"torch", "megatron", "vllm"}),
+        (["algorithms.loss.loss_functions", "algorithms.advantage_estimator"], {"jax"}),
+    ],
+    ids=["config", "jax algorithms", "torch algorithms"],
+)
+def test_imports_without(modules: list[str], absent: set[str]) -> None:
+    imported = ", ".join(f"megatron_grpo.{module}" for module in modules)
+    program = f"import sys, {imported}; print(sorted({absent} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"

@@ -7,10 +7,12 @@ the statistics under ``jax.jit`` are those of all devices.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.ops import segment_max, segment_sum
 
@@ -54,7 +56,8 @@ class Advantages(NamedTuple):
     num_degenerate_groups: Array
 
 
-class _Groups(NamedTuple):
+@dataclass(frozen=True)
+class _Groups:
     """Of each row's group: ``count`` ``[B, 1]``; ``sum``, unbiased ``std``, ``degenerate`` ``[B, K]``."""
 
     count: Array
@@ -166,7 +169,7 @@ def _standardised(parts: Array, groups: _Groups, valid: Array) -> Array:
     total = parts.sum(1, keepdims=True)
     mean, squares, count = _moments(total, valid[:, None])
     std = jnp.sqrt(squares / jnp.maximum(count - 1, 1))
-    rounding = _ROUNDING_STEPS * jnp.finfo(parts.dtype).eps * jnp.abs(parts).max(initial=0)
+    rounding = _ROUNDING_STEPS * np.finfo(parts.dtype).eps * jnp.abs(parts).max(initial=0)
     nothing = groups.degenerate.all(1, keepdims=True) | (std <= rounding)
     return jnp.where(nothing, 0, (total - mean) / jnp.where(std > 0, std, 1))
 

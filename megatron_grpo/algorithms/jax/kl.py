@@ -6,6 +6,7 @@ import math
 from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.lax import stop_gradient
 
@@ -20,7 +21,7 @@ def kl_estimate(log_ratio: Array, kl_type: Literal["k1", "k2", "k3"]) -> Array:
     if kl_type == "k2":
         return log_ratio**2 / 2
     # the largest exponent that does not overflow: where nothing clamps the input, the gradient stays finite
-    largest = math.log(float(jnp.finfo(log_ratio.dtype).max)) - 1
+    largest = math.log(np.finfo(log_ratio.dtype).max) - 1
     return jnp.exp(bound(log_ratio, -largest, largest)) - 1 - log_ratio
 
 

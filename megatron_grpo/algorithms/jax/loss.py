@@ -65,8 +65,9 @@ def clipped_pg_loss(config: ClippedPGLossConfig, curr_logprobs: Array, inputs: L
         ValueError: an input that ``config`` needs is None.
     """
     tokens, valid, num_dropped = _finite_tokens(config, curr_logprobs, inputs)
-    c, p = tokens["curr"], tokens.get("prev", stop_gradient(tokens["curr"]))
-    log_ratio = c - (stop_gradient(c) if config.force_on_policy_ratio else p)
+    c = tokens["curr"]
+    p = stop_gradient(c) if config.force_on_policy_ratio else tokens["prev"]
+    log_ratio = c - p
     if config.sequence_level_importance_ratios:
         log_ratio = sequence_mean(log_ratio, valid)  # [B, 1]
     actor = _surrogate(config, c, bounded_exp(log_ratio), tokens["advantages"])
@@ -79,10 +80,10 @@ def clipped_pg_loss(config: ClippedPGLossConfig, curr_logprobs: Array, inputs: L
 
     length = valid.sum(-1)  # [B]
     if config.token_level_loss:
-        weight, num_tokens = jnp.ones_like(length, dtype=c.dtype)[:, None], length.sum()
+        share, num_tokens = jnp.ones((len(length), 1), c.dtype), length.sum()
     else:
-        weight, num_tokens = 1.0 / jnp.maximum(length, 1).astype(c.dtype)[:, None], (length > 0).sum()
-    actor_sum, kl_sum = ((jnp.where(valid, term, 0.0) * weight).sum() for term in (actor, kl))
+        share, num_tokens = 1 / jnp.maximum(length, 1).astype(c.dtype)[:, None], (length > 0).sum()
+    actor_sum, kl_sum = ((share * jnp.where(valid, term, 0)).sum() for term in (actor, kl))
     loss_sum = actor_sum + config.reference_policy_kl_penalty * kl_sum
     return LossOutput(loss_sum, num_tokens, stop_gradient(actor_sum), stop_gradient(kl_sum), num_dropped)
 

@@ -104,7 +104,8 @@ def test_lone_success() -> None:
 
 def test_group_ids_make_groups_and_nothing_else() -> None:
     """Equal prompts under two ids are two groups; ids are any int64, in any order."""
-    assert first_column(estimate([1.0, 0.0, 5.0, 3.0], [9, 9, -(2**40), -(2**40)])) == [1, -1, 2, -2]
+    for other in (8, -(2**40), 2**63 - 1, -(2**63)):
+        assert first_column(estimate([1.0, 0.0, 5.0, 3.0], [9, 9, other, other])) == [1, -1, 2, -2]
 
 
 def test_advantages_are_clipped_and_zero_at_masked_tokens() -> None:
