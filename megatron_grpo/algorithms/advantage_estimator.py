@@ -145,6 +145,7 @@ class AdvantageEstimator(ABC):
         result = torch.where(mask, advantages.to(inputs.rewards.dtype), 0.0)
         # of a row that has one advantage, the tokens need only be counted
         weights = mask.sum(1, keepdim=True, dtype=torch.int32) if advantages.size(1) == 1 else mask
+        counted = weights > 0
         # Whole rows, the same on context parallel ranks: hence over sequences. The group counts are known to
         # all data parallel ranks: one of them reports them.
         reports = self.dp_group is None or self.dp_group.rank() == 0
@@ -155,8 +156,8 @@ class AdvantageEstimator(ABC):
             "num_degenerate_groups": Reduction.total(degenerate, "groups"),
             "groups/degenerate_fraction": Reduction.mean(degenerate, total, "groups"),
             "advantage_mean": Reduction.mean((advantages * weights).sum(), weights.sum(), "sequences"),
-            "advantage_min": masked_min(advantages, weights > 0, "sequences"),
-            "advantage_max": masked_max(advantages, weights > 0, "sequences"),
+            "advantage_min": masked_min(advantages, counted, "sequences"),
+            "advantage_max": masked_max(advantages, counted, "sequences"),
         }
         return result, metrics
 

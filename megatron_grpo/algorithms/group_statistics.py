@@ -65,13 +65,14 @@ def group_statistics(
     degenerate = (count <= 1) | (high == -minus_low).T
 
     present = count.squeeze(1) > 0
+    num_groups, num_degenerate = torch.stack([present, present & degenerate.all(1)]).sum(1).tolist()
     return GroupStatistics(
         count=count.index_select(0, row),
         sum=total.index_select(0, row),
         std=std.index_select(0, row),
         degenerate=degenerate.index_select(0, row),
-        num_groups=int(present.sum()),
-        num_degenerate_groups=int((present & degenerate.all(1)).sum()),
+        num_groups=num_groups,
+        num_degenerate_groups=num_degenerate,
     )
 
 
