@@ -73,8 +73,11 @@ def _loss(
     return output.loss_sum / output.num_tokens, output
 
 
-value_and_gradient = jax.jit(jax.value_and_grad(_loss, argnums=1, has_aux=True), static_argnums=0)
-jitted_advantages = jax.jit(jax_advantages.advantages, static_argnums=(0, 1))
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+value_and_gradient = jax.jit(
+    jax.value_and_grad(_loss, argnums=1, has_aux=True), static_argnums=0, compiler_options=FAST_COMPILE
+)
+jitted_advantages = jax.jit(jax_advantages.advantages, static_argnums=(0, 1), compiler_options=FAST_COMPILE)
 
 
 def jax_loss(config: ClippedPGLossConfig, batch: Batch) -> tuple[jax.Array, jax.Array, LossOutput]:
