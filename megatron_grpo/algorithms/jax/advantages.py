@@ -1,7 +1,7 @@
 """Advantages from rewards: GRPO, GDPO and Reinforce++, with statistics per group id.
 
-All arithmetic is in float64 if JAX has it enabled, else in float32. In arrays that are sharded over devices,
-the statistics under ``jax.jit`` are those of all devices.
+All arithmetic is in float64 if JAX has it enabled, else in float32. Of arrays that are sharded over ``Auto`` mesh
+axes, ``jax.jit`` computes the statistics over all devices.
 """
 
 from __future__ import annotations

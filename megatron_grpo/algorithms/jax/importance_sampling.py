@@ -14,10 +14,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def bound(x: Array, low: float, high: float) -> Array:
-    """``x`` clamped to ``[low, high]``, with gradient 1 on the bounds themselves.
-
-    ``jnp.clip`` has one half there, and a policy that has not moved yet is on the bound if the range is 0.
-    """
+    """``x`` clamped to ``[low, high]``, with gradient 1 on the bounds, as torch has it (``jnp.clip``: one half)."""
     return jnp.where(x < low, low, jnp.where(x > high, high, x))
 
 

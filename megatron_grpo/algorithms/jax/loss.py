@@ -59,7 +59,7 @@ class LossOutput(NamedTuple):
 def clipped_pg_loss(config: ClippedPGLossConfig, curr_logprobs: Array, inputs: LossInputs) -> LossOutput:
     """The loss that ``config`` describes; differentiable in ``curr_logprobs`` ``[B, S]``.
 
-    Arrays of a batch that is sharded over devices are summed over all of them by ``jax.jit``.
+    Of arrays that are sharded over ``Auto`` mesh axes, ``jax.jit`` computes the sums over all devices.
 
     Raises:
         ValueError: an input that ``config`` needs is None.

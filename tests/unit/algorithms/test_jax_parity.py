@@ -192,6 +192,7 @@ def test_kl(kl_type: Any, on_policy: bool, clamps: tuple[float | None, float | N
         kl_output_clamp_value=clamps[1],
     )
     c, r, g = torch.randn(3, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
+    c[:4], r[:4] = 0, torch.tensor([0.5, -0.5, 20, -20])  # exactly on the limits
     c.requires_grad_()
     expected = torch_kl.kl_penalty(config, c, r, g)
     expected.sum().backward()
