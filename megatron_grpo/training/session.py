@@ -8,6 +8,7 @@ import time
 from contextlib import ExitStack
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
@@ -60,20 +61,8 @@ class _Leader:
 
     def __init__(self, config: RunConfig, layout: ParallelLayout, stack: ExitStack) -> None:
         self._config = config
-        self._stack = stack
         generation = config.generation
-        self.engine = EngineProcess(
-            f"engine{layout.dp_rank}",
-            config.policy.model_path.resolve(),
-            config.run_dir / "logs",
-            generation.vllm.resolved(config.policy.precision),
-            max_model_len=config.policy.max_total_sequence_length,
-            seed=config.grpo.seed * 1009 + layout.dp_rank,
-            cuda_device=None if platform.is_cpu() else torch.cuda.current_device(),
-        )
-        stack.enter_context(self.engine)  # starts; wait() waits
-        self.environment = EnvironmentPool(config.env)
-        stack.callback(self.environment.close)
+        # prompts first: one that is too long is refused before anything is started
         tokenizer = load_tokenizer(config.policy.model_path)
         renderer = ChatRenderer(tokenizer, config.data.system_prompt)
         lengths = {
@@ -88,6 +77,18 @@ class _Leader:
         self.validation: list[Prompt] = []
         if config.data.validation is not None:
             self.validation = load_prompts(config.data, "validation", renderer, **lengths)
+        self.engine = EngineProcess(
+            f"engine{layout.dp_rank}",
+            config.policy.model_path.resolve(),
+            config.run_dir / "logs",
+            generation.vllm.resolved(config.policy.precision),
+            max_model_len=config.policy.max_total_sequence_length,
+            seed=config.grpo.seed * 1009 + layout.dp_rank,
+            cuda_device=None if platform.is_cpu() else torch.cuda.current_device(),
+        )
+        stack.enter_context(self.engine)  # starts; wait() waits
+        self.environment = EnvironmentPool(config.env)
+        stack.callback(self.environment.close)
         self.loop = stack.enter_context(EventLoopThread())
         self._decode = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
 
@@ -143,6 +144,7 @@ class TrainingSession:
             except Exception as caught:  # noqa: BLE001 - agreed with all ranks, and raised again there
                 error = caught
         agree(error, "start of the engines, environment and data")
+        agree(self._data_mismatch(), "comparison of the replicas' prompts")
 
         loss = config.loss_fn
         self.policy = MegatronPolicy(
@@ -183,6 +185,20 @@ class TrainingSession:
             monitor=LogprobErrorMonitor(config.grpo, layout),
             reducer=MetricReducer(layout),
             timer=StepTimer(),
+        )
+
+    def _data_mismatch(self) -> ValueError | None:
+        """Replicas draw the same prompts by drawing from equal lists; a task may differ from process to process."""
+        if self._leader is None or self.layout.dp == 1:
+            return None
+        fingerprint = int(self._leader.sampler.state_dict()["fingerprint"][:12], 16)
+        extremes = torch.tensor([fingerprint, -fingerprint], device=platform.device())
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.layout.dp_group)
+        if extremes[0] == -extremes[1]:
+            return None
+        return ValueError(
+            "data.train gives different prompts on different replicas; give all nodes the same files, and set "
+            "PYTHONHASHSEED=0 if the task depends on it"
         )
 
     def _resume(self) -> int:
