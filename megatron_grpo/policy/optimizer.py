@@ -101,6 +101,9 @@ def build_optimizer(
         end_wd=opt.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        # a resumed run follows its configuration; the checkpoint gives the position in the schedule only
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
