@@ -241,8 +241,8 @@ def fit(
             if reward >= recipe.target_reward:
                 return step, reward
     raise ValueError(
-        f"the expected reward on train problems is {reward:.2f} after {recipe.max_steps} steps, and the warm start stops "
-        f"at {recipe.target_reward}; make the task easier (data.train.task_args)"
+        f"the expected reward on train problems is {reward:.2f} after {recipe.max_steps} steps, and the warm start "
+        f"stops at {recipe.target_reward}; make the task easier (data.train.task_args)"
     )
 
 
