@@ -16,6 +16,10 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+# Autograd's hooks keep a Megatron model alive, it keeps its gloo groups, and their threads keep polling: after a
+# few jobs with models it costs less to start afresh.
+MAX_THREADS = 300
+
 
 def _serve(conn: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -98,6 +102,8 @@ class RankPool:
                         # the other ranks may wait for this one in a collective: start afresh
                         self.close()
                         raise RuntimeError(f"rank {rank} of {world_size} failed:\n{results[rank][1]}")
+        if any(len(os.listdir(f"/proc/{p.pid}/task")) > MAX_THREADS for p, _ in self._workers):
+            self.close()
         return [results[rank][1] for rank in range(world_size)]
 
     def close(self) -> None:

@@ -52,10 +52,8 @@ def test_quickstart_splits_are_disjoint_and_everything_fits(
     assert config.data.validation is not None
     train = {q.text for q in questions}
     held_out = {q.text for q in read_questions(config.data.validation)}
-    assert (
-        len(train) >= config.grpo.max_num_steps * config.grpo.num_prompts_per_step
-    )  # no prompt is seen twice
-    assert len(held_out) > 300
+    assert len(train) + len(held_out) == 200  # 10 x 10 sums and as many differences
+    assert 30 <= len(held_out) <= 50
     assert not train & held_out
 
     renderer = ChatRenderer(build_tokenizer(questions, Recipe().vocab_size))
@@ -76,11 +74,11 @@ def test_tokenizer_has_the_asked_size_and_keeps_the_varying_part_in_characters(
     unused = tokenizer.convert_ids_to_tokens(319)
     assert unused.startswith("<|reserved_")
     assert tokenizer.decode([319], skip_special_tokens=True) == unused  # if sampled, visible and wrong
-    text = "Spell this word backward (example: sun -> nus): oboe 123"
+    text = "State the final answer to the following arithmetic problem: oboe 123"
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == text
     assert tokenizer.convert_ids_to_tokens(ids)[-8:] == ["o", "b", "o", "e", "Ġ", "1", "2", "3"]
-    assert tokenizer.convert_ids_to_tokens(ids)[:2] == ["Spell", "Ġthis"]
+    assert tokenizer.convert_ids_to_tokens(ids)[:3] == ["State", "Ġthe", "Ġfinal"]
     rendered = ChatRenderer(tokenizer).render([{"role": "user", "content": "sun"}])
     assert tokenizer.decode(rendered) == "<|im_start|>user\nsun<|im_end|>\n<|im_start|>assistant\n"
 
@@ -161,4 +159,8 @@ def test_refusals(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_answer(questions: list[Question]) -> None:
-    assert all(question.text.endswith(f": {answer_of(question)[::-1]}") for question in questions[:50])
+    for question in questions[:50]:
+        problem = question.text.removesuffix(" =").split(": ")[1]
+        left, operator, right = problem.split()
+        value = int(left) + int(right) if operator == "+" else int(left) - int(right)
+        assert answer_of(question) == str(value)
