@@ -2,7 +2,7 @@
 
 from megatron_grpo.config.data import DataConfig, DatasetConfig, EnvConfig
 from megatron_grpo.config.generation import GenerationConfig, VLLMConfig
-from megatron_grpo.config.grpo import AdvEstimatorConfig, GRPOConfig
+from megatron_grpo.config.grpo import AdvEstimatorConfig, AsyncGRPOConfig, GRPOConfig
 from megatron_grpo.config.loader import ConfigError, load_config, save_config
 from megatron_grpo.config.loss import ClippedPGLossConfig
 from megatron_grpo.config.parallel import ParallelConfig
@@ -11,6 +11,7 @@ from megatron_grpo.config.run import CheckpointingConfig, LoggerConfig, RunConfi
 
 __all__ = [
     "AdvEstimatorConfig",
+    "AsyncGRPOConfig",
     "CheckpointingConfig",
     "ClippedPGLossConfig",
     "ConfigError",

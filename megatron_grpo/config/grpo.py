@@ -18,6 +18,15 @@ class AdvEstimatorConfig(Config):
     minus_baseline: bool = Field(True, description="reinforce_plus_plus: subtract the group mean first")
 
 
+class AsyncGRPOConfig(Config):
+    """Rollouts by weights that are some steps old; not in this version, which trains synchronously."""
+
+    enabled: bool = Field(False, description="must be false: this version trains synchronously")
+    max_trajectory_age_steps: PositiveInt = Field(
+        1, description="oldest weights that a rollout may come from"
+    )
+
+
 class GRPOConfig(Config):
     """The outer loop."""
 
@@ -26,6 +35,16 @@ class GRPOConfig(Config):
     num_prompts_per_step: PositiveInt = Field(description="groups per step; a multiple of the DP size")
     num_generations_per_prompt: PositiveInt = Field(ge=2, description="rollouts per group")
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
+    use_dynamic_sampling: bool = Field(
+        False,
+        description="sample until num_prompts_per_step groups have more than one distinct reward; those left "
+        "over train in the next step",
+    )
+    dynamic_sampling_max_gen_batches: PositiveInt = Field(
+        10,
+        description="rounds of num_prompts_per_step groups in a step; after the last, groups without a signal fill it",
+    )
+    async_grpo: AsyncGRPOConfig = AsyncGRPOConfig()
     advantage_clip_low: float | None = Field(None, description="advantages are clamped to it from below")
     advantage_clip_high: float | None = Field(None, description="advantages are clamped to it from above")
     seq_logprob_error_threshold: float = Field(
@@ -51,4 +70,13 @@ class GRPOConfig(Config):
         low, high = self.advantage_clip_low, self.advantage_clip_high
         if low is not None and high is not None and low > high:
             raise ValueError(f"advantage_clip_low {low} is above advantage_clip_high {high}; swap them")
+        return self
+
+    @model_validator(mode="after")
+    def _dynamic_sampling_is_synchronous(self) -> GRPOConfig:
+        if self.use_dynamic_sampling and self.async_grpo.enabled:
+            raise ValueError(
+                "use_dynamic_sampling is true and async_grpo.enabled is true: dynamic sampling decides per step, "
+                "which asynchronous rollouts do not have; set one of them to false"
+            )
         return self

@@ -51,8 +51,9 @@ class ClippedPGLossConfig(Config):
     truncated_importance_sampling_ratio_min: NonNegativeFloat | None = Field(
         None, description="lower bound of the weight"
     )
-    use_on_policy_kl_approximation: bool = Field(
-        False, description="weigh the KL by current over engine probability"
+    use_on_policy_kl_approximation: bool | None = Field(
+        None,
+        description="weigh the KL by current over engine probability; null: as grpo.async_grpo.enabled, so false",
     )
 
     @model_validator(mode="after")

@@ -40,6 +40,21 @@ class SchedulerConfig(Config):
     lr_decay_iters: PositiveInt | None = Field(None, description="null: all optimizer steps of the run")
 
 
+class SequencePackingConfig(Config):
+    """Micro-batches by tokens: whole sequences one after the other instead of rows padded to one length."""
+
+    enabled: bool = False
+    train_mb_tokens: PositiveInt | None = Field(
+        None,
+        description="tokens of a micro-batch over its CP ranks; null: train_micro_batch_size x "
+        "max_total_sequence_length",
+    )
+    logprob_mb_tokens: PositiveInt | None = Field(
+        None,
+        description="the same for log-prob passes; null: logprob_batch_size x max_total_sequence_length",
+    )
+
+
 class PolicyConfig(Config):
     """The trained model."""
 
@@ -52,7 +67,11 @@ class PolicyConfig(Config):
     logprob_batch_size: PositiveInt | None = Field(
         None, description="sequences per log-prob pass; null: as training"
     )
-    precision: Literal["bf16", "fp32"] = Field("bf16", description="bf16 keeps fp32 main parameters")
+    sequence_packing: SequencePackingConfig = SequencePackingConfig()
+    precision: Literal["bf16", "fp32", "fp64"] = Field(
+        "bf16",
+        description="bf16 keeps fp32 main parameters; fp64 is what doctor parallel compares in, and no run's",
+    )
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -66,7 +85,65 @@ class PolicyConfig(Config):
         "auto", description="auto: Transformer Engine when a GPU and TE are there"
     )
 
+    @model_validator(mode="after")
+    def _fp64_is_local(self) -> PolicyConfig:
+        if self.precision == "fp64" and self.layer_spec != "local":
+            raise ValueError(
+                f"precision is fp64 and layer_spec is {self.layer_spec}; only the local layers compute in float64: "
+                "set layer_spec to local"
+            )
+        if self.precision == "fp64" and self.optimizer.use_distributed_optimizer:
+            raise ValueError(
+                "precision is fp64 and optimizer.use_distributed_optimizer is true; Megatron's distributed "
+                "optimizer knows no float64: set it to false"
+            )
+        return self
+
     @property
     def forward_batch_size(self) -> int:
         """Sequences per micro-batch of a forward-only pass."""
         return self.logprob_batch_size or self.train_micro_batch_size
+
+    @property
+    def longest_sequence(self) -> int:
+        """``max_total_sequence_length`` with the padding that the layout needs."""
+        parallel = self.parallel
+        multiple = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        if parallel.context_parallel_size > 1:
+            multiple *= 2 * parallel.context_parallel_size
+        return -(-self.max_total_sequence_length // multiple) * multiple
+
+    @property
+    def train_mb_tokens(self) -> int | None:
+        """Token budget of a packed micro-batch; None: micro-batches are padded."""
+        return self._budget(self.sequence_packing.train_mb_tokens, self.train_micro_batch_size)
+
+    @property
+    def logprob_mb_tokens(self) -> int | None:
+        """Token budget of a packed micro-batch of a forward-only pass; None: micro-batches are padded."""
+        return self._budget(self.sequence_packing.logprob_mb_tokens, self.forward_batch_size)
+
+    def _budget(self, tokens: int | None, sequences: int) -> int | None:
+        if not self.sequence_packing.enabled:
+            return None
+        return tokens or sequences * self.longest_sequence
+
+    @model_validator(mode="after")
+    def _budgets_hold_a_sequence(self) -> PolicyConfig:
+        packing, longest = self.sequence_packing, self.longest_sequence
+        for key in ("train_mb_tokens", "logprob_mb_tokens"):
+            value = getattr(packing, key)
+            if packing.enabled and value is not None and value < longest:
+                padding = longest - self.max_total_sequence_length
+                raise ValueError(
+                    f"sequence_packing.{key} {value} is below max_total_sequence_length "
+                    f"{self.max_total_sequence_length}"
+                    + (f" + {padding} of padding for context and sequence parallelism" if padding else "")
+                    + f"; raise it to at least {longest}"
+                )
+            if not packing.enabled and value is not None:
+                raise ValueError(
+                    f"sequence_packing.{key} is {value} but sequence_packing.enabled is false; set enabled to true "
+                    f"or remove {key}"
+                )
+        return self

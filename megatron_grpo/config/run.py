@@ -89,6 +89,15 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _engines_have_the_precision(self) -> RunConfig:
+        if self.policy.precision == "fp64":
+            raise ValueError(
+                "policy.precision is fp64, which engines do not sample in; set it to fp32 (megatron-grpo doctor "
+                "parallel computes in float64 whatever the precision of the run)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _collectives_outwait_leaders(self) -> RunConfig:
         vllm, env = self.generation.vllm, self.env
         for first, second, engine_s, env_s in (
@@ -106,6 +115,19 @@ class RunConfig(Config):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _training_is_synchronous(self) -> RunConfig:
+        if not self.grpo.async_grpo.enabled:
+            return self
+        if not self.loss_fn.use_importance_sampling_correction:
+            raise ValueError(
+                "grpo.async_grpo.enabled is true and loss_fn.use_importance_sampling_correction is false: rollouts "
+                "of older weights need the correction; set the latter to true"
+            )
+        raise ValueError(
+            "grpo.async_grpo.enabled is true, but this version trains synchronously only; set it to false"
+        )
+
     def check_world_size(self, world_size: int) -> None:
         """Rules that need the number of ranks.
 
@@ -113,15 +135,18 @@ class RunConfig(Config):
             ValueError: names the keys, the values and the mend.
         """
         dp = self.policy.parallel.data_parallel_size(world_size)
+        packed = self.policy.sequence_packing.enabled
         for key, value in (
             ("grpo.num_prompts_per_step", self.grpo.num_prompts_per_step),
             ("policy.train_global_batch_size", self.policy.train_global_batch_size),
         ):
-            if value % dp:
+            if value % dp and not (packed and key == "policy.train_global_batch_size"):
                 raise ValueError(
                     f"{key} {value} is not a multiple of the data-parallel size {dp} (world size {world_size} over "
                     f"{self.policy.parallel.model_parallel_size} ranks per replica); use a multiple of {dp}"
                 )
+        if packed:
+            return  # replicas may hold different numbers of sequences, and micro-batches too
         for size_key, size, total_key, total in (
             (
                 "policy.train_micro_batch_size", self.policy.train_micro_batch_size,

@@ -71,5 +71,5 @@ def test_defaults_of_the_specification() -> None:
         "truncated_importance_sampling_type": None,
         "truncated_importance_sampling_ratio": None,
         "truncated_importance_sampling_ratio_min": None,
-        "use_on_policy_kl_approximation": False,
+        "use_on_policy_kl_approximation": None,  # follows grpo.async_grpo.enabled
     }

@@ -88,6 +88,23 @@ def test_a_configuration_cannot_be_changed() -> None:
             "task is chain_sum and size is None; give both",
         ),
         ({"env": {"name": "custom"}}, "name is custom and class_path is None"),
+        ({"grpo": {"adv_estimator": {"name": "ppo"}}}, "'grpo', 'gdpo' or 'reinforce_plus_plus'"),
+        (
+            {"grpo": {"use_dynamic_sampling": True, "async_grpo": {"enabled": True}}},
+            "use_dynamic_sampling is true and async_grpo.enabled is true: .*; set one of them to false",
+        ),
+        (
+            {"grpo": {"async_grpo": {"enabled": True}}},
+            "async_grpo.enabled is true and loss_fn.use_importance_sampling_correction is false: .* to true",
+        ),
+        (
+            {
+                "grpo": {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 2}},
+                "loss_fn": {"use_importance_sampling_correction": True},
+            },
+            "async_grpo.enabled is true, but this version trains synchronously only; set it to false",
+        ),
+        ({"grpo": {"dynamic_sampling_max_gen_batches": 0}}, "dynamic_sampling_max_gen_batches\n.*greater than 0"),
     ],
 )
 def test_what_cannot_work_is_refused_with_keys_and_values(changes: dict[str, Any], message: str) -> None:
@@ -99,6 +116,7 @@ def test_neighbours_of_the_refused_values_are_accepted() -> None:
     changes: dict[str, Any] = {
         "policy": {"train_global_batch_size": 32, "max_total_sequence_length": 65},
         "loss_fn": {"force_on_policy_ratio": True},
+        "grpo": {"use_dynamic_sampling": True, "async_grpo": {"enabled": False}},
         "generation": {"max_new_tokens": 64, "temperature": 0.7, "top_p": 1.0, "top_k": -1},
     }
     config = RunConfig.model_validate(values(**changes))
