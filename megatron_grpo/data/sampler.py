@@ -35,14 +35,16 @@ class PromptSampler:
 
     def next(self, n: int) -> list[tuple[int, Prompt]]:
         """The next ``n`` draws as (group id, prompt); may pass the end of an epoch."""
-        drawn = []
-        for group_id in range(self._position, self._position + n):
-            epoch, index = divmod(group_id, len(self._prompts))
-            if self._order[0] != epoch:
-                self._order = (epoch, self._epoch_order(epoch))
-            drawn.append((group_id, self._prompts[self._order[1][index]]))
+        drawn = [(group_id, self.prompt(group_id)) for group_id in range(self._position, self._position + n)]
         self._position += n
         return drawn
+
+    def prompt(self, group_id: int) -> Prompt:
+        """The prompt of one draw, past or future."""
+        epoch, index = divmod(group_id, len(self._prompts))
+        if self._order[0] != epoch:
+            self._order = (epoch, self._epoch_order(epoch))
+        return self._prompts[self._order[1][index]]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values: the position, and what it is a position in."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -41,8 +43,20 @@ def agree(error: BaseException | None, what: str) -> None:
     raise PeerError(f"{what}: rank {failed} failed: {message}") from error
 
 
+def sum_over_ranks(count: int) -> int:
+    """Sum of ``count`` over all ranks. Collective over all ranks."""
+    value = torch.tensor([count], device=platform.device())
+    dist.all_reduce(value)
+    return int(value.item())
+
+
 def any_rank(flag: bool) -> bool:
     """Whether ``flag`` is true on at least one rank. Collective over all ranks."""
-    value = torch.tensor([float(flag)], device=platform.device())
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return bool(value.item())
+    return any_of_ranks([flag])[0]
+
+
+def any_of_ranks(flags: Sequence[bool]) -> list[bool]:
+    """As :func:`any_rank`, for each of several flags with one collective."""
+    values = torch.tensor(flags, dtype=torch.float32, device=platform.device())
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return [value > 0 for value in values.tolist()]

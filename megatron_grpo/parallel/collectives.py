@@ -37,6 +37,21 @@ def all_reduce_sum(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return result
 
 
+def all_gather_rows(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The ``[rows, ...]`` tensors of all ranks of ``group``, in rank order; rows may differ. No gradient."""
+    if group.size() == 1:
+        return [x]
+    counts = torch.empty(group.size(), dtype=torch.int64, device=x.device)
+    dist.all_gather_into_tensor(counts, torch.full_like(counts[:1], len(x)), group=group)
+    longest = int(counts.max())
+    if longest == 0:
+        return [x] * group.size()
+    padded = torch.cat([x, x.new_zeros(longest - len(x), *x.shape[1:])])
+    gathered = x.new_empty(group.size() * longest, *x.shape[1:])
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    return [part[:count] for part, count in zip(gathered.chunk(group.size()), counts.tolist(), strict=True)]
+
+
 def split_for_context_parallel(x: Tensor, cp_rank: int, cp_size: int, dim: int) -> Tensor:
     """This rank's part of ``x``: of ``2 * cp_size`` chunks along ``dim``, ``cp_rank`` and its mirror image.
 

@@ -1,8 +1,9 @@
 """Save and resume: Megatron distributed checkpoints under ``<run_dir>/checkpoints``.
 
 ``step_00000010/`` holds the model and optimizer shards (torch_dist format), ``trainer.json`` (step, data
-position, schedule) and each rank's random state. It is written as ``step_00000010.tmp`` and renamed when
-complete; the file ``latest`` names it last. A killed save leaves the previous checkpoint untouched.
+position, schedule), each rank's random state and the rollouts that are kept for the next step. It is written as
+``step_00000010.tmp`` and renamed when complete; the file ``latest`` names it last. A killed save leaves the
+previous checkpoint untouched.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import os
 import queue
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +70,15 @@ class Checkpointer:
             )
         return path
 
-    def save(self, policy: MegatronPolicy, step: int, trainer_state: dict[str, Any]) -> Path:
-        """Write the state after ``step`` completed steps and make it the latest."""
+    def save(
+        self, policy: MegatronPolicy, step: int, trainer_state: dict[str, Any], rollouts: Sequence[Any] = ()
+    ) -> Path:
+        """Write the state after ``step`` completed steps and make it the latest.
+
+        Args:
+            trainer_state: of rank 0, as plain JSON values.
+            rollouts: of each replica's leader, as plain JSON values; see :meth:`rollouts`.
+        """
         final = self.folder / f"step_{step:08d}"
         temporary = final.with_suffix(".tmp")
         if self.layout.rank == 0:
@@ -84,6 +93,8 @@ class Checkpointer:
             content_metadata=_METADATA,
         )
         save_file(_random_state(), temporary / f"rng_{self.layout.rank:05d}.safetensors")
+        if rollouts and self.layout.is_replica_leader:
+            (temporary / f"rollouts_{self.layout.dp_rank:05d}.json").write_text(json.dumps(rollouts))
         dist.barrier()
         if self.layout.rank == 0:
             state = {"step": step, "world_size": self.layout.world_size,
@@ -120,6 +131,11 @@ class Checkpointer:
                 trainer["world_size"], self.layout.world_size,
             )  # fmt: skip
         return trainer
+
+    def rollouts(self, path: Path) -> list[Any]:
+        """This leader's part of what the leaders gave ``save``; any number of replicas share it out."""
+        files = sorted(path.glob("rollouts_*.json"))[self.layout.dp_rank :: self.layout.dp]
+        return [rollout for file in files for rollout in json.loads(file.read_text())]
 
     def _prune(self, newest: Path) -> None:
         complete = sorted(p for p in self.folder.glob("step_*") if p.is_dir() and p.suffix != ".tmp")
