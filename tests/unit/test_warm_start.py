@@ -80,7 +80,7 @@ def test_tokenizer_has_the_asked_size_and_keeps_the_varying_part_in_characters(
     assert tokenizer.convert_ids_to_tokens(ids)[-8:] == ["o", "b", "o", "e", "Ġ", "1", "2", "3"]
     assert tokenizer.convert_ids_to_tokens(ids)[:3] == ["State", "Ġthe", "Ġfinal"]
     rendered = ChatRenderer(tokenizer).render([{"role": "user", "content": "sun"}])
-    assert tokenizer.decode(rendered) == "<|im_start|>user\nsun<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(rendered) == "<|user|>sun<|end|><|assistant|>"
 
 
 def test_only_answers_are_labelled() -> None:
