@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,7 +15,9 @@ from megatron_grpo.types import Prompt, Rollout
 PROMPTS, GENERATIONS = 4, 4
 
 
-def run_config(model: Path, run_dir: Path, steps: int, **parallel: Any) -> RunConfig:
+def run_config(
+    model: Path, run_dir: Path, steps: int, packing: dict[str, Any] | None = None, **parallel: Any
+) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run_dir": run_dir,
@@ -29,6 +33,7 @@ def run_config(model: Path, run_dir: Path, steps: int, **parallel: Any) -> RunCo
                 "max_total_sequence_length": 64,
                 "train_global_batch_size": 8,
                 "train_micro_batch_size": 2,
+                "sequence_packing": packing or {},
                 "precision": "fp32",
                 "parallel": parallel,
                 # a large epsilon keeps Adam's first steps proportional to the gradient, not to its sign
@@ -68,23 +73,63 @@ def recorded_rollouts(step: int, vocab_size: int) -> list[list[Any]]:
     return groups
 
 
-def train_recorded(rank: int, world: int, config: RunConfig, stop_after: int | None = None) -> dict[str, Any]:
-    """Metrics of every step and, on rank 0, the weights after the last.
+class RecordedDriver:
+    """In place of engines and environment: what is sampled for a group depends on its id only.
+
+    ``rewards`` gives the rewards of a group by its id, one number or mapping of components per rollout.
+    """
+
+    def __init__(self, vocab_size: int, rewards: Callable[[int], list[Any]]) -> None:
+        self._vocab_size, self._rewards = vocab_size, rewards
+
+    def sample(
+        self, prompts: Sequence[tuple[int, Prompt]], n: int, sampling: Any, version: int
+    ) -> list[list[Any]]:
+        return [self._group(group_id, prompt, n, version) for group_id, prompt in prompts]
+
+    def _group(self, group_id: int, prompt: Prompt, n: int, version: int) -> list[Any]:
+        from megatron_grpo.training.exchange import ScoredRollout
+
+        generator = torch.Generator().manual_seed(group_id)
+        group = []
+        for sample, reward in enumerate(self._rewards(group_id)):
+            size = int(torch.randint(1, 13, (), generator=generator))
+            ids = tuple(torch.randint(0, self._vocab_size, (size,), generator=generator).tolist())
+            logprobs = tuple((-5.0 - torch.rand(size, generator=generator)).tolist())
+            rollout = Rollout(prompt, group_id, sample, ids, logprobs, (version,) * size, "stop", "")
+            components = reward if isinstance(reward, dict) else {}
+            total = float(sum(components.values())) if components else float(reward)
+            group.append(ScoredRollout(rollout, total, {f"reward/{k}": v for k, v in components.items()}))
+        assert len(group) == n
+        return group
+
+
+def train_recorded(
+    rank: int,
+    world: int,
+    config: RunConfig,
+    stop_after: int | None = None,
+    rewards: Callable[[int], list[Any]] | None = None,
+) -> dict[str, Any]:
+    """Metrics of every step, a digest of weights and optimizer state after each, and on rank 0 the last weights.
 
     With ``stop_after`` the run stops and saves after that many steps; a run continues from the latest
-    checkpoint of its run_dir.
+    checkpoint of its run_dir. With ``rewards`` the real feed asks a :class:`RecordedDriver` for rollouts.
     """
     from megatron_grpo.algorithms.advantage_estimator import make_advantage_estimator
     from megatron_grpo.algorithms.loss.loss_functions import ClippedPGLossFn
+    from megatron_grpo.data.sampler import PromptSampler
     from megatron_grpo.observability.timers import StepTimer
     from megatron_grpo.parallel.layout import initialize_layout
     from megatron_grpo.parallel.reductions import MetricReducer
     from megatron_grpo.policy.experience import Experience
-    from megatron_grpo.policy.policy import MegatronPolicy, sequence_multiple
+    from megatron_grpo.policy.packing import train_rule
+    from megatron_grpo.policy.policy import MegatronPolicy
     from megatron_grpo.refit.monitor import LogprobErrorMonitor
     from megatron_grpo.training.checkpoint import Checkpointer
     from megatron_grpo.training.exchange import exchange
     from megatron_grpo.training.grpo import GRPO
+    from megatron_grpo.training.rollout_feed import SyncFeed
 
     layout = initialize_layout(**config.policy.parallel.group_sizes())
     policy = MegatronPolicy(
@@ -96,19 +141,38 @@ def train_recorded(rank: int, world: int, config: RunConfig, stop_after: int | N
     )
 
     class RecordedFeed:
+        metrics: ClassVar[dict[str, float]] = {}
+
+        def state_dict(self) -> list[Any]:
+            return []
+
         def next(self, step: int) -> Experience:
             groups = recorded_rollouts(step, policy.vocab_size)
             mine = groups[layout.dp_rank * PROMPTS // layout.dp : (layout.dp_rank + 1) * PROMPTS // layout.dp]
-            multiple = sequence_multiple(layout, config.policy.parallel.sequence_parallel)
-            return exchange([s for g in mine for s in g], layout, 2, 7 + step, multiple)
+            rule = train_rule(config.policy, layout)
+            return exchange([s for g in mine for s in g], layout, 2, 7 + step, rule)
+
+    feed: Any = RecordedFeed()
+    prompts = [Prompt(f"test:{i}", tuple(range(1, 4 + 3 * i)), "", {}) for i in range(PROMPTS + 1)]
+    sampler = PromptSampler(prompts, seed=0, shuffle=True)
+    if rewards is not None:
+        driver = RecordedDriver(policy.vocab_size, rewards)
+        leads = layout.is_replica_leader
+        feed = SyncFeed(config, layout, sampler if leads else None, driver if leads else None)  # type: ignore[arg-type]
 
     checkpoints = Checkpointer(config.run_dir / "checkpoints", 2, layout)
-    latest = checkpoints.latest()
-    first = checkpoints.load(policy, latest)["step"] if latest is not None else 0
+    latest, first = checkpoints.latest(), 0
+    if latest is not None:
+        state = checkpoints.load(policy, latest)
+        first = state["step"]
+        sampler.load_state_dict(state["sampler"])
+        if rewards is not None and layout.is_replica_leader:
+            feed.load_state_dict(checkpoints.rollouts(latest))
 
     class Recorder:
         def __init__(self) -> None:
             self.steps: list[dict[str, float]] = []
+            self.digests = [digest(policy)]
 
         @property
         def stop_requested(self) -> bool:
@@ -119,14 +183,31 @@ def train_recorded(rank: int, world: int, config: RunConfig, stop_after: int | N
 
         def after_step(self, step: int, metrics: dict[str, float], *, last: bool) -> None:
             self.steps.append({k: v for k, v in metrics.items() if not k.startswith("time/")})
+            self.digests.append(digest(policy))
             if last and stop_after is not None:
-                checkpoints.save(policy, step, {})
+                checkpoints.save(policy, step, {"sampler": sampler.state_dict()}, feed.state_dict())
 
     recorder = Recorder()
     GRPO(
-        policy, RecordedFeed(), ClippedPGLossFn(config.loss_fn),
+        policy, feed, ClippedPGLossFn(config.loss_fn),
         make_advantage_estimator(config.grpo, config.loss_fn, layout.dp_group),
         LogprobErrorMonitor(config.grpo, layout), MetricReducer(layout), StepTimer(),
     ).train(recorder, first, config.grpo.max_num_steps)  # fmt: skip
     weights = {name: tensor for name, tensor in policy.weights() if tensor is not None}
-    return {"steps": recorder.steps, "weights": weights if rank == 0 else {}}
+    return {
+        "steps": recorder.steps,
+        "digests": recorder.digests,
+        "weights": weights if rank == 0 else {},
+    }
+
+
+def digest(policy: Any) -> str:
+    """Of the bytes of this rank's weights, gradient steps and optimizer state."""
+    tensors = [parameter.detach() for chunk in policy.model for parameter in chunk.parameters()]
+    for optimizer in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
+        for state in optimizer.optimizer.state.values():
+            tensors += [value for value in state.values() if torch.is_tensor(value)]
+    content = hashlib.sha256(str(policy.scheduler.num_steps).encode())
+    for tensor in tensors:
+        content.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()

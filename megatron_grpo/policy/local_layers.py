@@ -1,14 +1,13 @@
 """Layer modules for machines without Transformer Engine: RMSNorm and SDPA core attention.
 
 They go into Megatron's local layer spec and follow Megatron's layouts for sequence parallelism, packing
-and context parallelism, so that a CPU run exercises the same data paths. The attention gathers keys and
-values over the CP group and, with CP or packing, builds a dense mask: meant for small models, not a
-replacement of Transformer Engine's ring attention.
+and context parallelism, so that a CPU run exercises the same data paths. The attention takes one packed sequence
+after the other, gathers keys and values over the CP group and, with CP, builds a dense mask for each sequence: meant
+for small models, not a replacement of Transformer Engine's ring attention.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -22,10 +21,11 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_grpo.parallel import platform
+from megatron_grpo.policy.packing import local_tokens
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm in float32, scaled in the input's dtype, as Hugging Face and vLLM compute it."""
+    """RMSNorm in float32 (float64 in a float64 model), scaled in the input's dtype, like Hugging Face and vLLM."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of ``x [..., hidden]``."""
-        return self.weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.weight * F.rms_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype)
 
 
 class SDPACoreAttention(MegatronModule):  # type: ignore[misc]
     """Causal grouped-query attention on ``scaled_dot_product_attention``.
 
-    Without CP and packing the mask is implicit: sequences are padded on the right, so that no real token
-    attends to padding.
+    Without CP the mask is implicit: sequences are padded on the right, so that no real token attends to padding.
     """
 
     def __init__(
@@ -83,53 +83,40 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc]
         Returns:
             ``[s, b, heads * head_dim]``.
         """
+        cp = self.cp_group.size()
+        lengths = [query.size(0) * cp]
         if packed_seq_params is not None:
             query, key, value = (x.unsqueeze(1) if x.dim() == 3 else x for x in (query, key, value))
-        mask = None
-        if packed_seq_params is not None or self.cp_group.size() > 1:
-            mask = self._mask(query, packed_seq_params)
-        if self.cp_group.size() > 1:
+            lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        if cp > 1:
             key, value = (
                 gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)
                 for x in (key, value)
             )
+        key, value = (
+            x.view(cp, -1, *x.shape[1:]) for x in (key, value)
+        )  # [cp, s, b, query groups, head_dim]
+        out, begin = [], 0
+        for length in lengths:
+            own = slice(begin, begin + length // cp)
+            out.append(self._attend(query[own], key[:, own].flatten(0, 1), value[:, own].flatten(0, 1)))
+            begin = own.stop
+        return torch.cat(out)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """One sequence: ``[s / cp, b, heads, head_dim]`` and ``[s, b, groups, head_dim]``, rank after rank."""
+        mask = None
+        if (cp := self.cp_group.size()) > 1:
+            positions = [torch.from_numpy(local_tokens([key.size(0)], rank, cp)[1]) for rank in range(cp)]
+            mask = positions[self.cp_group.rank()][:, None] >= torch.cat(positions)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, head_dim]
         out = F.scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=mask,
+            attn_mask=None if mask is None else mask.to(q.device),
             is_causal=mask is None,
             scale=self.scale,
             enable_gqa=q.size(1) != k.size(1),
         )
         return out.permute(2, 0, 1, 3).flatten(2)
-
-    def _mask(self, query: Tensor, packed: PackedSeqParams | None) -> Tensor:
-        """``[local tokens, tokens of all CP ranks]``: same sequence, and not in the future."""
-        cp, rank = self.cp_group.size(), self.cp_group.rank()
-        if packed is None:
-            boundaries = [0, query.size(0) * cp]
-        else:
-            padded = packed.cu_seqlens_q_padded
-            boundaries = (packed.cu_seqlens_q if padded is None else padded).tolist()
-        parts = [_sequence_and_position(boundaries, cp, r, query.device) for r in range(cp)]
-        keys = torch.cat(parts, dim=1)
-        (query_sequence, query_position), (key_sequence, key_position) = parts[rank], keys
-        mask: Tensor = (query_sequence[:, None] == key_sequence) & (query_position[:, None] >= key_position)
-        return mask
-
-
-def _sequence_and_position(boundaries: list[int], cp: int, rank: int, device: torch.device) -> Tensor:
-    """``[2, local tokens]``: sequence index and position in it of each token that CP rank ``rank`` holds.
-
-    Every sequence is cut into 2 x cp chunks, and rank r holds chunks r and 2 x cp - 1 - r.
-    """
-    parts = []
-    for index, (begin, end) in enumerate(itertools.pairwise(boundaries)):
-        positions = torch.arange(end - begin, device=device)
-        if cp > 1:
-            chunks = positions.chunk(2 * cp)
-            positions = torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]])
-        parts.append(torch.stack([torch.full_like(positions, index), positions]))
-    return torch.cat(parts, dim=1)

@@ -83,6 +83,9 @@ def transformer_config(
         kwargs |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     if interleaved := (parallel.virtual_pipeline_model_parallel_size or 1) > 1:
         kwargs["virtual_pipeline_model_parallel_size"] = parallel.virtual_pipeline_model_parallel_size
+    if policy.sequence_packing.enabled:
+        # micro-batches have a length each; Megatron then asks for this dispatcher, with or without experts
+        kwargs |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     return TransformerConfig(
         **kwargs,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,

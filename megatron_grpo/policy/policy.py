@@ -7,12 +7,13 @@ quotient is the loss of ``SEMANTICS``, for every layout and every cut into micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -22,11 +23,10 @@ from megatron_grpo.config import PolicyConfig
 from megatron_grpo.models.checkpoint import iter_hf_weights, load_hf_weights
 from megatron_grpo.models.hf_directory import HFDirectory
 from megatron_grpo.parallel import platform
-from megatron_grpo.parallel.collectives import gather_from_context_parallel, split_for_context_parallel
 from megatron_grpo.parallel.fused_logprobs import TokenTargets, output_layer_logprobs
 from megatron_grpo.parallel.layout import ParallelLayout
 from megatron_grpo.parallel.reductions import MetricReducer, Metrics
-from megatron_grpo.policy.experience import Experience
+from megatron_grpo.policy.experience import Experience, MicroBatch
 from megatron_grpo.policy.model_builder import build_model_chunks
 from megatron_grpo.policy.optimizer import (
     build_optimizer,
@@ -34,12 +34,8 @@ from megatron_grpo.policy.optimizer import (
     require_finite_gradients,
     wrap_ddp,
 )
+from megatron_grpo.policy.packing import MicroBatchRule, logprob_rule, pack, train_rule
 from megatron_grpo.policy.reference import ReferenceWeights
-
-
-def sequence_multiple(layout: ParallelLayout, sequence_parallel: bool) -> int:
-    """[B, S] batches must have S a multiple of this: 2 x CP chunks, and TP equal parts under SP."""
-    return (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if sequence_parallel else 1)
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class MegatronPolicy:
             with_reference: keep a host copy of the loaded weights as the reference policy.
         """
         self.config, self.layout, self.temperature = config, layout, temperature
-        self.directory = HFDirectory(config.model_path)
+        self.directory = HFDirectory(config.model_path, tokenizer=False)
         self.model = build_model_chunks(config, self.directory, layout)
         load_hf_weights(self.model, self.directory, layout)
         self.transformer_config = self.model[0].config
@@ -86,6 +82,7 @@ class MegatronPolicy:
             self.chunks, self.transformer_config, config, total_optimizer_steps
         )
         check_loss_contract(self.chunks)
+        self._train_rule, self._logprob_rule = train_rule(config, layout), logprob_rule(config, layout)
         self._reference = ReferenceWeights(self.model) if with_reference else None
 
     # ---- log-probs
@@ -98,24 +95,26 @@ class MegatronPolicy:
 
         Args:
             temperature: instead of the sampling temperature.
-            micro_batch_size: instead of the configured one.
+            micro_batch_size: rows of a padded micro-batch, instead of the configured number.
         """
-
+        rule = replace(self._logprob_rule, rows=micro_batch_size or self._logprob_rule.rows)
+        microbatches = self._cut(batch, rule)
         for chunk in self.chunks:
             chunk.eval()
-        results = self._run_schedule(
-            batch,
-            micro_batch_size or self.config.forward_batch_size,
-            lambda _, logprobs: logprobs,
-            forward_only=True,
-            temperature=temperature,
-        )
-        for chunk in self.chunks:
-            chunk.train()
+        try:
+            results = self._run_schedule(
+                microbatches, lambda _, logprobs: logprobs, forward_only=True, temperature=temperature
+            )
+        finally:
+            for chunk in self.chunks:
+                chunk.train()
+        dtype = torch.promote_types(self.transformer_config.params_dtype, torch.float32)
+        shifted = torch.zeros(batch.tokens.shape, dtype=dtype, device=platform.device())
         if self.layout.is_last_stage:
-            shifted = gather_from_context_parallel(torch.cat(results), self.layout.cp_group, dim=1)  # [B, S]
-        else:
-            shifted = torch.empty(batch.tokens.shape, dtype=torch.float32, device=platform.device())
+            for microbatch, result in zip(microbatches, results, strict=True):
+                microbatch.put(result, shifted)
+            if self.layout.cp > 1:
+                dist.all_reduce(shifted, group=self.layout.cp_group)
         if self.layout.pp > 1:
             dist.broadcast(shifted, group=self.layout.pp_group, group_src=self.layout.pp - 1)
         logprobs = torch.zeros_like(shifted)
@@ -140,21 +139,29 @@ class MegatronPolicy:
         Raises:
             NonFiniteGradientError: on every rank, before any weight changes.
         """
+        metrics = self.accumulate_gradients(minibatch, loss_fn, version)
+        require_finite_gradients(self.chunks, f"optimizer step {self.scheduler.num_steps}")
+        self.scheduler.step(1)  # before the step: the first update of a warm-up already learns
+        _, grad_norm, _ = self.optimizer.step()
+        return TrainStep(metrics, float(grad_norm), float(self.optimizer.param_groups[0]["lr"]))
 
-        def loss(microbatch: Experience, logprobs: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+    def accumulate_gradients(self, minibatch: Experience, loss_fn: ClippedPGLossFn, version: int) -> Metrics:
+        """The gradient of the loss of ``minibatch`` in Megatron's buffers: all of :meth:`train_step` but the step.
+
+        Returns:
+            The metrics of the loss, this rank's part; empty but on the last pipeline stage.
+        """
+
+        def loss(microbatch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, Tensor, Metrics]:
             output = loss_fn(logprobs.flatten(), self._loss_inputs(microbatch, version))
             return output.loss_sum, output.num_tokens, output.metrics
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs = self._run_schedule(minibatch, self.config.train_micro_batch_size, loss, forward_only=False)
-        require_finite_gradients(self.chunks, f"optimizer step {self.scheduler.num_steps}")
-        self.scheduler.step(1)  # before the step: the first update of a warm-up already learns
-        _, grad_norm, _ = self.optimizer.step()
-        return TrainStep(
-            MetricReducer.merge(outputs), float(grad_norm), float(self.optimizer.param_groups[0]["lr"])
-        )
+        microbatches = self._cut(minibatch, self._train_rule)
+        outputs = self._run_schedule(microbatches, loss, forward_only=False)
+        return MetricReducer.merge(outputs)
 
     def weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Full tensors under their Hugging Face names, one at a time, on each replica's leader; elsewhere None."""
@@ -162,39 +169,57 @@ class MegatronPolicy:
 
     # ---- micro-batches through Megatron's schedules
 
+    def _cut(self, batch: Experience, rule: MicroBatchRule) -> list[MicroBatch]:
+        """The micro-batches of one pass: as the exchange planned them, otherwise cut here.
+
+        Collective over data parallelism when it packs: all ranks run equally many.
+        """
+        bins: list[Sequence[int]]
+        if batch.microbatch_sizes is not None and rule is self._train_rule:
+            (sizes,) = batch.microbatch_sizes
+            ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+            bins = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        elif rule.tokens is None:
+            rows = range(len(batch))
+            bins = [rows[start : start + rule.rows] for start in range(0, len(batch), rule.rows)]
+        else:
+            bins = [*pack(rule.padded(batch.lengths.numpy()), rule)]
+            count = torch.tensor(len(bins), device=platform.device())
+            dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.layout.dp_group)
+            bins += [()] * (int(count) - len(bins))
+        return [MicroBatch.of(batch, rows, rule, self.layout.cp_rank, self.layout.cp) for rows in bins]
+
     def _run_schedule(
         self,
-        batch: Experience,
-        size: int,
-        on_logprobs: Callable[[Experience, Tensor], Any],
+        microbatches: Sequence[MicroBatch],
+        on_logprobs: Callable[[MicroBatch, Tensor], Any],
         *,
         forward_only: bool,
         temperature: float | None = None,
     ) -> list[Any]:
         """Run micro-batches through the pipeline.
 
-        The last stage turns hidden states into log-probs [b, S / cp] of each column's next token, without ever
-        holding the logits, and only where the token mask is set.
+        The last stage turns hidden states into log-probs [b, s] of each column's next token, without ever holding
+        the logits, and only where the token mask is set.
 
         Returns:
             What ``on_logprobs`` gave for each micro-batch, on the last stage.
         """
-        microbatches = batch.microbatches(size)
 
-        def forward_step(iterator: Iterator[Experience], model: torch.nn.Module) -> tuple[Tensor, Any]:
+        def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
             microbatch = next(iterator)
-            tokens = self._local(microbatch.tokens)
-            positions = torch.arange(batch.tokens.size(1), device=tokens.device).expand_as(microbatch.tokens)
+            batch = microbatch.experience
             targets = TokenTargets(
-                self._local_targets(microbatch.tokens),
-                self._local_targets(microbatch.token_mask),
+                _on_device(microbatch.take_next(batch.tokens)),
+                _on_device(microbatch.take_next(batch.token_mask)),
                 self.temperature if temperature is None else temperature,
                 self.vocab_size,
             )
             output = model(
-                tokens,
-                self._local(positions),
+                _on_device(microbatch.take(batch.tokens)),
+                _on_device(microbatch.position),
                 None,
+                packed_seq_params=_packed_seq_params(microbatch),
                 output_processor=output_layer_logprobs,
                 output_processor_context=targets,
             )
@@ -206,49 +231,63 @@ class MegatronPolicy:
 
         iterators = [iter(microbatches) for _ in self.chunks]
         single = len(self.chunks) == 1
+        columns = microbatches[0].position  # all padded ones have this shape; packed ones tell theirs
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators[0] if single else iterators,
             model=self.chunks[0] if single else self.chunks,
             num_microbatches=len(microbatches),
-            seq_length=batch.tokens.size(1),
-            micro_batch_size=len(microbatches[0]),
+            seq_length=columns.size(1) * self.layout.cp,
+            micro_batch_size=columns.size(0),
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
         return results
 
-    def _local(self, x: Tensor) -> Tensor:
-        """This context-parallel rank's columns of a [b, S] tensor, on the device."""
-        x = x.to(platform.device(), non_blocking=True)
-        return split_for_context_parallel(x, self.layout.cp_rank, self.layout.cp, dim=1)
-
-    def _local_targets(self, x: Tensor) -> Tensor:
-        """Column t moves to column t - 1, where the logits that predict it are; then the context-parallel split.
-
-        Shifting before the split keeps the token at each chunk boundary.
-        """
-        return self._local(torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1))
-
-    def _loss_inputs(self, mb: Experience, version: int) -> LossInputs:
-        if mb.advantages is None:
+    def _loss_inputs(self, mb: MicroBatch, version: int) -> LossInputs:
+        batch = mb.experience
+        if batch.advantages is None:
             raise ValueError("the experience has no advantages; run the advantage estimator first")
 
-        def flat(x: Tensor | None) -> Tensor | None:
-            return None if x is None else self._local_targets(x).flatten()
+        def flat(x: Tensor) -> Tensor:
+            return _on_device(mb.take_next(x)).flatten()
 
-        rows = torch.arange(len(mb))[:, None].expand_as(mb.tokens)
+        prev, reference = batch.prev_logprobs, batch.reference_policy_logprobs
         return LossInputs(
-            prev_logprobs=flat(mb.prev_logprobs),
-            generation_logprobs=self._local_targets(mb.generation_logprobs).flatten(),
-            reference_policy_logprobs=flat(mb.reference_policy_logprobs),
-            advantages=self._local_targets(mb.advantages).flatten(),
-            token_mask=self._local_targets(mb.token_mask).flatten(),
-            staleness=self._local_targets(version - mb.weight_versions).flatten(),
+            prev_logprobs=None if prev is None else flat(prev),
+            generation_logprobs=flat(batch.generation_logprobs),
+            reference_policy_logprobs=None if reference is None else flat(reference),
+            advantages=flat(batch.advantages),
+            token_mask=flat(batch.token_mask),
+            staleness=version - flat(batch.weight_versions),
             sequences=SequenceIndex(
-                index=self._local(rows).flatten(),
-                num_sequences=len(mb),
-                sample_mask=mb.sample_mask.to(platform.device()),
+                index=_on_device(mb.sequence).flatten(),
+                num_sequences=len(mb.lengths),
+                sample_mask=_on_device(mb.sample_mask),
                 cp_group=self.layout.cp_group if self.layout.cp > 1 else None,
             ),
         )
+
+
+def _on_device(x: Tensor) -> Tensor:
+    return x.to(platform.device(), non_blocking=True)
+
+
+def _packed_seq_params(microbatch: MicroBatch) -> PackedSeqParams | None:
+    """Where sequences begin, for attention and rotary positions; None for a padded micro-batch.
+
+    A sequence's padding counts as its last tokens, to which no other attends. Transformer Engine takes the same
+    parameters; that path has not been run.
+    """
+    if not microbatch.packed:
+        return None
+    ends = microbatch.lengths.cumsum(0)
+    begins = _on_device(torch.cat([torch.zeros(1), ends]).to(torch.int32))  # [n + 1]
+    longest = int(microbatch.lengths.max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=begins,
+        cu_seqlens_kv=begins,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )

@@ -50,11 +50,12 @@ class LogprobErrorMonitor:
         valid = (sample_mask > 0) & (token_mask.sum(1) > 0)
         flagged = valid & ~(error <= config.seq_logprob_error_threshold)  # NaN is flagged
         values = torch.where(valid, error, torch.zeros_like(error)).double()
+        largest = torch.cat([values, values.new_zeros(1)]).max()  # a rank may hold no row
         count = valid.sum()
         metrics = self._reducer.reduce(
             {
                 "seq_logprob_error_mean": Reduction.mean(values.sum(), count, "sequences"),
-                "seq_logprob_error_max": Reduction.maximum(values.max(), "sequences"),
+                "seq_logprob_error_max": Reduction.maximum(largest, "sequences"),
                 "seq_logprob_error_flagged_fraction": Reduction.mean(flagged.sum(), count, "sequences"),
             }
         )

@@ -2,21 +2,25 @@
 
 Every leader (tp = pp = cp = 0) sees all lengths, computes the same assignment, and one all-to-all moves the
 rows; a broadcast then gives them to the other ranks of the replica. What a leader holds grows with the
-rollouts per replica; only the lengths (two integers a row) are gathered over all replicas.
+rollouts per replica; only three integers a row (group id, lengths) are gathered over all replicas.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.parallel import platform
+from megatron_grpo.parallel.collectives import all_gather_rows
 from megatron_grpo.parallel.layout import ParallelLayout, broadcast_from_leader
 from megatron_grpo.policy.experience import Experience
+from megatron_grpo.policy.packing import MicroBatchRule, assign_rows
 from megatron_grpo.types import Rollout
 
 _HEADER = 5  # group id, prompt length, response length, truncated, reward
@@ -32,75 +36,72 @@ class ScoredRollout:
     components: dict[str, float]
 
 
-def assign_rows(lengths: Tensor, dp: int, num_minibatches: int, seed: int) -> Tensor:
-    """Which replica trains on which row, in which optimizer step.
-
-    Mini-batches are drawn from all rows by ``seed`` and do not depend on ``dp``; inside one, rows are dealt to
-    the replicas in order of length, back and forth, so that their token counts are close.
-
-    Args:
-        lengths: [R] tokens of each row; R must be a multiple of ``dp * num_minibatches``.
-
-    Returns:
-        [dp, num_minibatches, R / (dp * num_minibatches)] int64 row numbers, each row once.
-    """
-    rows = lengths.numel()
-    if rows % (dp * num_minibatches):
-        raise ValueError(
-            f"{rows} rollouts do not split into {num_minibatches} mini-batches on {dp} replicas; "
-            "use a multiple of their product"
-        )
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
-    minibatches = order.view(num_minibatches, -1)
-    by_length = minibatches.gather(1, lengths[minibatches].argsort(dim=1, descending=True, stable=True))
-    dealt = by_length.view(num_minibatches, -1, dp).clone()
-    dealt[:, 1::2] = dealt[:, 1::2].flip(-1)
-    return dealt.permute(2, 0, 1).contiguous()
-
-
 def exchange(
-    scored: Sequence[ScoredRollout], layout: ParallelLayout, num_minibatches: int, seed: int, multiple: int
+    scored: Sequence[ScoredRollout],
+    layout: ParallelLayout,
+    num_minibatches: int,
+    seed: int,
+    rule: MicroBatchRule,
+    names: Sequence[str] | None = None,
 ) -> Experience:
-    """Collective over all ranks; ``scored`` is read on leaders only, and each must bring equally many rows.
+    """Collective over all ranks; ``scored`` is read on leaders only. Who sampled which group changes nothing.
 
     Args:
-        multiple: the sequence length of the result is a multiple of this.
+        scored: whole groups; leaders may bring different numbers of them, together as many rows as
+            :func:`assign_rows` can split.
+        rule: how micro-batches are made.
+        names: component names of all rollouts; None: those of the first of ``scored``.
 
     Returns:
-        This replica's rows, ordered by mini-batch, on every rank of the replica.
+        This replica's rows, ordered by optimizer step and micro-batch, on every rank of the replica; with packing
+        replicas hold different numbers of rows.
     """
-    names = sorted(scored[0].components) if layout.is_replica_leader else []
+    if names is None:
+        names = sorted(scored[0].components) if layout.is_replica_leader else []
     flat = torch.empty(0, dtype=torch.float64)
+    sizes: list[list[int]] = []
     if layout.is_replica_leader:
-        flat = _exchange_between_leaders(scored, names, layout, num_minibatches, seed)
-    flat, names = _broadcast_in_replica(flat, names, layout)
-    return _to_experience(flat, names, num_minibatches, multiple)
+        flat, sizes = _exchange_between_leaders(scored, names, layout, num_minibatches, seed, rule)
+    flat, (names, sizes) = _broadcast_in_replica(flat, [names, sizes], layout)
+    return _to_experience(flat, names, sizes, rule.multiple)
 
 
 def _exchange_between_leaders(
-    scored: Sequence[ScoredRollout], names: list[str], layout: ParallelLayout, num_minibatches: int, seed: int
-) -> Tensor:
+    scored: Sequence[ScoredRollout],
+    names: Sequence[str],
+    layout: ParallelLayout,
+    num_minibatches: int,
+    seed: int,
+    rule: MicroBatchRule,
+) -> tuple[Tensor, list[list[int]]]:
+    """This replica's rows one after the other, and how many form each micro-batch of each optimizer step."""
     rows = [_pack(item, names) for item in scored]
-    if layout.dp == 1:
-        lengths = torch.tensor([len(s.rollout.prompt.token_ids) + len(s.rollout.token_ids) for s in scored])
-        return torch.cat([rows[i] for i in assign_rows(lengths, 1, num_minibatches, seed).flatten().tolist()])
     device = platform.device()
     local = torch.tensor(
         [
-            [len(s.rollout.prompt.token_ids) + len(s.rollout.token_ids), row.numel()]
+            [s.rollout.group_id, len(s.rollout.prompt.token_ids) + len(s.rollout.token_ids), row.numel()]
             for s, row in zip(scored, rows, strict=True)
         ],
+        dtype=torch.int64,
         device=device,
-    )  # [rows / dp, 2]
-    gathered = torch.empty(layout.dp * local.size(0), 2, dtype=local.dtype, device=device)
-    dist.all_gather_into_tensor(gathered, local, group=layout.dp_group)
-    lengths, sizes = gathered.cpu().unbind(1)
-    assignment = assign_rows(lengths, layout.dp, num_minibatches, seed).flatten(1)  # [dp, rows / dp]
-    first = layout.dp_rank * len(rows)
-    owner = torch.arange(lengths.numel()) // len(rows)
+    ).view(-1, 3)
+    parts = [part.cpu() for part in all_gather_rows(local, layout.dp_group)]
+    ids, lengths, sizes = torch.cat(parts).unbind(1)
+    order = ids.argsort(stable=True)
+    plan = assign_rows(lengths[order].numpy(), layout.dp, num_minibatches, seed, rule)
+    microbatch_sizes = [[len(microbatch) for microbatch in step] for step in plan[layout.dp_rank]]
+    assignment = [
+        order[[row for step in steps for microbatch in step for row in microbatch]] for steps in plan
+    ]
+    nothing = torch.empty(0, dtype=torch.float64)
+    if layout.dp == 1:
+        return torch.cat([nothing, *(rows[row] for row in assignment[0].tolist())]), microbatch_sizes
+    counts = torch.tensor([len(part) for part in parts])
+    first = int(counts[: layout.dp_rank].sum())
+    owner = torch.arange(layout.dp).repeat_interleave(counts)
 
     to_send = [row for target in assignment for row in target.tolist() if owner[row] == layout.dp_rank]
-    send = torch.cat([rows[row - first] for row in to_send]).to(device)
+    send = torch.cat([nothing, *(rows[row - first] for row in to_send)]).to(device)
     send_sizes = [int(sizes[t[owner[t] == layout.dp_rank]].sum()) for t in assignment]
     mine = assignment[layout.dp_rank]
     receive_sizes = [int(sizes[mine[owner[mine] == source]].sum()) for source in range(layout.dp)]
@@ -112,15 +113,13 @@ def _exchange_between_leaders(
     pieces = dict(
         zip(arrived, torch.split(received.cpu(), [int(sizes[row]) for row in arrived]), strict=True)
     )
-    return torch.cat([pieces[row] for row in mine.tolist()])
+    return torch.cat([nothing, *(pieces[row] for row in mine.tolist())]), microbatch_sizes
 
 
-def _broadcast_in_replica(
-    flat: Tensor, names: Sequence[str], layout: ParallelLayout
-) -> tuple[Tensor, list[str]]:
-    """The leader's rows and component names, on every rank of the replica."""
+def _broadcast_in_replica(flat: Tensor, plain: Any, layout: ParallelLayout) -> tuple[Tensor, Any]:
+    """The leader's rows and ``plain`` JSON values, on every rank of the replica."""
     device = platform.device()
-    text = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8)
+    text = torch.tensor(list(json.dumps(plain).encode()), dtype=torch.uint8)
     sizes = torch.tensor([flat.numel(), text.numel()], device=device)
     broadcast_from_leader(sizes, layout)
     num_values, num_bytes = sizes.tolist()
@@ -129,7 +128,7 @@ def _broadcast_in_replica(
     flat, text = flat.to(device), text.to(device)
     broadcast_from_leader(flat, layout)
     broadcast_from_leader(text, layout)
-    return flat.cpu(), bytes(text.tolist()).decode().split("\n") if num_bytes else []
+    return flat.cpu(), json.loads(bytes(text.tolist()))
 
 
 def _pack(item: ScoredRollout, names: Sequence[str]) -> Tensor:
@@ -150,20 +149,23 @@ def _pack(item: ScoredRollout, names: Sequence[str]) -> Tensor:
     return torch.tensor(row, dtype=torch.float64)
 
 
-def _to_experience(flat: Tensor, names: Sequence[str], num_minibatches: int, multiple: int) -> Experience:
+def _to_experience(
+    flat: Tensor, names: Sequence[str], microbatch_sizes: Sequence[Sequence[int]], multiple: int
+) -> Experience:
     rows: list[Tensor] = []
     while flat.numel():
         prompt, response = int(flat[1]), int(flat[2])
         size = _HEADER + len(names) + prompt + 3 * response
         rows.append(flat[:size])
         flat = flat[size:]
-    longest = max(int(row[1] + row[2]) for row in rows)
+    longest = max((int(row[1] + row[2]) for row in rows), default=1)
     shape = (len(rows), -(-longest // multiple) * multiple)
-    heads = torch.stack([row[: _HEADER + len(names)] for row in rows])
+    heads = torch.empty(len(rows), _HEADER + len(names), dtype=flat.dtype)
     tokens = torch.zeros(shape, dtype=torch.int64)
     mask, logprobs = torch.zeros(shape), torch.zeros(shape)
     versions = torch.zeros(shape, dtype=torch.int64)
     for index, row in enumerate(rows):
+        heads[index] = row[: heads.size(1)]
         prompt, response = int(row[1]), int(row[2])
         ids, g, v = torch.split(row[_HEADER + len(names) :], [prompt + response, response, response])
         where = slice(prompt, prompt + response)
@@ -181,5 +183,5 @@ def _to_experience(flat: Tensor, names: Sequence[str], num_minibatches: int, mul
         rewards=heads[:, 4],
         truncated=heads[:, 3].float(),
         components={name: heads[:, _HEADER + i] for i, name in enumerate(names)},
-        num_minibatches=num_minibatches,
+        microbatch_sizes=tuple(tuple(sizes) for sizes in microbatch_sizes),
     )

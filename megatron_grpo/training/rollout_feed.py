@@ -12,7 +12,7 @@ from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.parallel.agreement import agree
 from megatron_grpo.parallel.layout import ParallelLayout
 from megatron_grpo.policy.experience import Experience
-from megatron_grpo.policy.policy import sequence_multiple
+from megatron_grpo.policy.packing import train_rule
 from megatron_grpo.rollout.client import SamplingParams
 from megatron_grpo.rollout.event_loop import EventLoopThread
 from megatron_grpo.rollout.router import EngineRouter
@@ -100,5 +100,5 @@ class SyncFeed:
             layout,
             self._config.optimizer_steps_per_rollout,
             grpo.seed * 1_000_003 + step,
-            sequence_multiple(layout, self._config.policy.parallel.sequence_parallel),
+            train_rule(self._config.policy, layout),
         )

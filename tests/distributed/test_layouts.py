@@ -20,6 +20,14 @@ LAYOUTS = {
     "dp2": (2, {}),
     "tp2_pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
 }
+PACKED_LAYOUTS = LAYOUTS | {"dp2_cp2": (4, {"context_parallel_size": 2})}
+# two to four sequences a micro-batch; budgets differ, so that log-prob passes have other micro-batches
+PACKING = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 80}
+CASES = [
+    *((name, None) for name in LAYOUTS),
+    ("one_rank", PACKING),
+    *((name, PACKING) for name in PACKED_LAYOUTS),
+]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -30,11 +38,15 @@ def reference(request: pytest.FixtureRequest, ranks: RankPool, tmp_path_factory:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_same_training_in_every_layout(name: str, reference: Any, ranks: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("name", "packing"), CASES, ids=[f"{name}{'_packed' if packing else ''}" for name, packing in CASES]
+)
+def test_same_training_in_every_layout(
+    name: str, packing: dict[str, Any] | None, reference: Any, ranks: RankPool
+) -> None:
     model, folder, expected = reference
-    world, parallel = LAYOUTS[name]
-    results = ranks.run(world, train_recorded, run_config(model, folder, STEPS, **parallel))
+    world, parallel = {"one_rank": (1, {})}.get(name) or PACKED_LAYOUTS[name]
+    results = ranks.run(world, train_recorded, run_config(model, folder, STEPS, packing, **parallel))
     for rank, result in enumerate(results):
         assert len(result["steps"]) == STEPS
         for step, (got, want) in enumerate(zip(result["steps"], expected["steps"], strict=True)):

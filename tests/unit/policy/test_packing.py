@@ -1,0 +1,115 @@
+"""Which rows form which micro-batch, on which rank: from lengths alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from megatron_grpo.policy.packing import MicroBatchRule, assign_rows, local_tokens, pack
+
+PADDED = MicroBatchRule(rows=2)
+
+
+def skewed_lengths(rows: int, longest: int = 4000, seed: int = 0) -> np.ndarray:
+    """Mostly short, a few very long, as responses are."""
+    return (np.random.default_rng(seed).random(rows) ** 4 * (longest - 1)).astype(np.int64) + 1
+
+
+def flat(assignment: list) -> list[int]:
+    return [row for rank in assignment for step in rank for microbatch in step for row in microbatch]
+
+
+def steps_of(assignment: list) -> list[list[int]]:
+    """The rows of each optimizer step, over all ranks."""
+    return [
+        sorted(itertools.chain(*(m for rank in assignment for m in rank[k])))
+        for k in range(len(assignment[0]))
+    ]
+
+
+@pytest.mark.parametrize("tokens", [None, 8192])
+@pytest.mark.parametrize(("dp", "num_minibatches"), [(1, 1), (1, 4), (2, 1), (4, 2), (8, 4)])
+def test_every_row_is_assigned_once(dp: int, num_minibatches: int, tokens: int | None) -> None:
+    rule = MicroBatchRule(rows=2, tokens=tokens)
+    assignment = assign_rows(skewed_lengths(64), dp, num_minibatches, seed=3, rule=rule)
+    assert sorted(flat(assignment)) == list(range(64))
+    assert [len(rank) for rank in assignment] == [num_minibatches] * dp
+    # every rank runs equally many micro-batches in each optimizer step
+    for step in range(num_minibatches):
+        assert len({len(rank[step]) for rank in assignment}) == 1
+
+
+@pytest.mark.parametrize("tokens", [None, 8192])
+def test_minibatches_hold_the_same_rows_for_any_number_of_replicas(tokens: int | None) -> None:
+    lengths, rule = skewed_lengths(64), MicroBatchRule(rows=2, tokens=tokens)
+    expected = steps_of(assign_rows(lengths, 1, 4, 3, PADDED))
+    for dp in (2, 4, 8):
+        assert steps_of(assign_rows(lengths, dp, 4, 3, rule)) == expected
+    assert steps_of(assign_rows(lengths, 1, 4, 4, rule)) != expected
+
+
+def test_padded_micro_batches_have_one_size_and_replicas_close_to_the_same_tokens() -> None:
+    lengths = skewed_lengths(512)
+    assignment = assign_rows(lengths, 8, 2, seed=0, rule=PADDED)
+    assert {len(m) for rank in assignment for step in rank for m in step} == {2}
+    for step in range(2):
+        tokens = [int(lengths[list(itertools.chain(*rank[step]))].sum()) for rank in assignment]
+        assert max(tokens) - min(tokens) <= lengths.max() / 10
+
+
+def test_rows_that_do_not_split_are_refused() -> None:
+    lengths = np.ones(10, dtype=np.int64)
+    with pytest.raises(ValueError, match="10 rollouts do not split into 2 mini-batches on 4 replicas"):
+        assign_rows(lengths, 4, 2, seed=0, rule=PADDED)
+    packed = MicroBatchRule(tokens=8)
+    assert sorted(flat(assign_rows(lengths, 4, 2, 0, packed))) == list(range(10))
+    with pytest.raises(ValueError, match="10 rollouts do not split into 3 mini-batches"):
+        assign_rows(lengths, 4, 3, 0, packed)
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("budget", [4096, 16384])
+@pytest.mark.parametrize("dp", [1, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_bins_keep_the_budget_and_are_few(dp: int, budget: int, multiple: int, seed: int) -> None:
+    rule = MicroBatchRule(multiple=multiple, tokens=budget)
+    lengths = rule.padded(skewed_lengths(1000, seed=seed))
+    bins = pack(lengths, rule, dp)
+    assert sorted(itertools.chain(*bins)) == list(range(1000))
+    assert max(lengths[rows].sum() for rows in bins) <= budget
+    fewest = -(-lengths.sum() // budget)
+    assert len(bins) % dp == 0
+    assert len(bins) <= -(-(fewest + 1) // dp) * dp
+
+
+def test_interleaving_gets_its_multiple_of_micro_batches_and_some_are_empty() -> None:
+    rule = MicroBatchRule(tokens=100, at_a_time=4)
+    assignment = assign_rows([60, 60, 30, 30, 10, 1], 2, 1, seed=0, rule=rule)
+    assert [len(rank[0]) for rank in assignment] == [4, 4]
+    assert sum(not m for rank in assignment for m in rank[0]) >= 2  # 8 micro-batches of 6 sequences
+
+
+def test_the_budget_counts_the_padding() -> None:
+    rule = MicroBatchRule(multiple=8, tokens=16)
+    assert rule.padded([1, 8, 9]).tolist() == [8, 8, 16]
+    ((bins,),) = assign_rows([1, 1, 1], 1, 1, seed=0, rule=rule)
+    assert sorted(len(rows) for rows in bins) == [1, 2]
+    with pytest.raises(
+        ValueError, match="a sequence of 24 tokens, with its padding, exceeds the budget of 16"
+    ):
+        assign_rows([17], 1, 1, seed=0, rule=rule)
+
+
+def test_no_rows_still_make_a_micro_batch() -> None:
+    assert pack(np.empty(0, dtype=np.int64), MicroBatchRule(tokens=10, at_a_time=2)) == [[], []]
+
+
+def test_context_parallel_ranks_hold_two_mirrored_chunks_of_each_sequence() -> None:
+    sequence, position = local_tokens([8, 4], cp_rank=0, cp=2)
+    assert sequence.tolist() == [0, 0, 0, 0, 1, 1]
+    assert position.tolist() == [0, 1, 6, 7, 0, 3]
+    _, position = local_tokens([8, 4], cp_rank=1, cp=2)
+    assert position.tolist() == [2, 3, 4, 5, 1, 2]
+    assert [x.tolist() for x in local_tokens([2, 1], 0, 1)] == [[0, 0, 1], [0, 1, 0]]
