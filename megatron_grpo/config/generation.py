@@ -28,7 +28,7 @@ class VLLMConfig(Config):
     request_timeout_s: PositiveFloat = Field(600, description="deadline of one prompt's group")
     extra_args: tuple[str, ...] = Field((), description="further arguments of vLLM's api_server")
 
-    def resolved(self, precision: Literal["bf16", "fp32"]) -> VLLMConfig:
+    def resolved(self, precision: str) -> VLLMConfig:
         """With ``dtype`` auto replaced by that of ``policy.precision``."""
         dtype = {"bf16": "bfloat16", "fp32": "float32"}[precision] if self.dtype == "auto" else self.dtype
         return self.model_copy(update={"dtype": dtype})

@@ -42,7 +42,7 @@ def wrap_ddp(
     bf16 = policy.precision == "bf16"
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=policy.optimizer.use_distributed_optimizer,
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=policy.precision != "fp64",
         check_for_nan_in_grad=False,  # one rank alone would raise; require_finite_gradients raises on all
     )
     wrapped = [
@@ -105,9 +105,16 @@ def build_optimizer(
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = _finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     return optimizer, scheduler
+
+
+def _finalize_model_grads(
+    model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any
+) -> None:
+    # Megatron takes the reciprocal in float32 when the count is an integer
+    finalize_model_grads(model, None if num_tokens is None else num_tokens.double(), **kwargs)
 
 
 def check_loss_contract(chunks: Sequence[DistributedDataParallel]) -> None:
