@@ -28,6 +28,8 @@ from megatron_grpo.policy.local_layers import RMSNorm, SDPACoreAttention
 
 log = logging.getLogger(__name__)
 
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
 
 def build_model_chunks(
     policy: PolicyConfig, directory: HFDirectory, layout: ParallelLayout
@@ -77,7 +79,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of the model in this layout and precision."""
     parallel = policy.parallel
-    dtype = torch.bfloat16 if policy.precision == "bf16" else torch.float32
+    dtype = _DTYPES[policy.precision]
     kwargs: dict[str, Any] = dict(description.transformer_config_kwargs)
     if policy.recompute_granularity == "full":
         kwargs |= {"recompute_method": "uniform", "recompute_num_layers": 1}
