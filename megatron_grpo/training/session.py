@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -133,6 +134,7 @@ class TrainingSession:
         )
         self._leader: _Leader | None = None
         self._metrics: MetricLogger | None = None
+        self._kept_rollouts: list[dict[str, Any]] = []
         self._build()
 
     def _build(self) -> None:
@@ -175,11 +177,13 @@ class TrainingSession:
             except Exception as caught:  # noqa: BLE001 - agreed with all ranks, and raised again there
                 error = caught
         agree(error, "start of the engines and environment")
+        self._feed = SyncFeed(config, layout, None, None)
+        if self._leader is not None:
+            self._feed = SyncFeed(config, layout, self._leader.sampler, self._leader.driver)
+            self._feed.load_state_dict(self._kept_rollouts)
         self._grpo = GRPO(
             policy=self.policy,
-            feed=SyncFeed(config, layout, self._leader.sampler, self._leader.driver)
-            if self._leader
-            else SyncFeed(config, layout, None, None),
+            feed=self._feed,
             loss_fn=ClippedPGLossFn(loss),
             estimator=make_advantage_estimator(config.grpo, loss, layout.dp_group),
             monitor=LogprobErrorMonitor(config.grpo, layout),
@@ -210,6 +214,7 @@ class TrainingSession:
         state = self._checkpoints.load(self.policy, latest)
         if self._leader is not None:
             self._leader.sampler.load_state_dict(state["sampler"])
+            self._kept_rollouts = self._checkpoints.rollouts(latest)
         if self.layout.rank == 0:
             log.info("resuming from %s after step %d", latest, state["step"])
         return int(state["step"])
@@ -285,7 +290,7 @@ class TrainingSession:
             self._metrics.log(step, metrics | system_metrics())
         if last or (saving.save_period and step % saving.save_period == 0):
             sampler = self._leader.sampler.state_dict() if self._leader is not None else {}
-            path = self._checkpoints.save(self.policy, step, {"sampler": sampler})
+            path = self._checkpoints.save(self.policy, step, {"sampler": sampler}, self._feed.state_dict())
             if self.layout.rank == 0:
                 log.info("saved %s", path)
 

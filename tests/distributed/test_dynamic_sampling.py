@@ -1,0 +1,157 @@
+"""Steps that sample several rounds, and optimizer steps that have no gradient, on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_grpo.config import RunConfig
+from tests.rank_pool import RankPool
+from tests.recorded_training import run_config, train_recorded
+from tests.tiny_model import write_tiny_model
+
+MIXED, EQUAL = [0.0, 1.0, 1.0, 2.0], [1.0] * 4
+
+
+def three_of_four(group_id: int) -> list[float]:
+    return EQUAL if group_id % 4 == 1 else MIXED
+
+
+def one_of_four(group_id: int) -> list[float]:
+    return MIXED if group_id % 4 == 2 else EQUAL
+
+
+def none_from_the_fifth(group_id: int) -> list[float]:
+    return MIXED if group_id < 4 else EQUAL
+
+
+def components(group_id: int) -> list[dict[str, float]]:
+    """All totals are 1. One component of every second group varies."""
+    first = [float(i % 2) for i in range(4)] if group_id % 2 else EQUAL
+    return [{"a": a, "b": 1.0 - a} for a in first]
+
+
+def config(folder: Path, steps: int, kl: float = 0.0, **grpo: Any) -> RunConfig:
+    values = run_config(folder / "model", folder, steps).model_dump()
+    values["grpo"] |= grpo
+    values["loss_fn"]["reference_policy_kl_penalty"] = kl
+    return RunConfig.model_validate(values)
+
+
+def dynamic(folder: Path, steps: int, max_gen_batches: int = 10, **grpo: Any) -> RunConfig:
+    return config(
+        folder, steps, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=max_gen_batches, **grpo
+    )
+
+
+def counts(step: dict[str, float]) -> tuple[float, ...]:
+    names = ("rounds", "groups_sampled", "groups_discarded", "groups_kept", "groups_without_signal_trained")
+    return tuple(step[f"dynamic_sampling/{name}"] for name in names)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tiny_model(tmp_path / "model")
+    return tmp_path
+
+
+@pytest.mark.timeout(240)
+def test_rounds_on_two_replicas_are_those_of_one_and_kept_groups_train_next(
+    ranks: RankPool, folder: Path
+) -> None:
+    one = ranks.run(1, train_recorded, dynamic(folder, 4), None, three_of_four)[0]
+    # of groups 0-3, 4-7, ... all but 1, 5, 9, ... have a signal
+    assert [counts(step) for step in one["steps"]] == [
+        (2, 8, 2, 2, 0),
+        (1, 4, 1, 1, 0),
+        (1, 4, 1, 0, 0),
+        (2, 8, 2, 2, 0),
+    ]
+    assert [step["staleness_max"] for step in one["steps"]] == [0, 1, 1, 0]
+    for step in one["steps"]:
+        assert (step["num_groups"], step["num_degenerate_groups"]) == (4, 0)
+        # rows are aligned: the rewards of the step are those of groups with a signal
+        assert (step["reward/mean"], step["reward/min"], step["reward/max"]) == (1, 0, 2)
+
+    two = ranks.run(2, train_recorded, dynamic(folder, 4), None, three_of_four)
+    for result in two:
+        for got, want in zip(result["steps"], one["steps"], strict=True):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-6)
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(two[0]["weights"][name], weight, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.timeout(240)
+def test_resuming_with_kept_groups_changes_nothing(ranks: RankPool, folder: Path) -> None:
+    def run(name: str, world: int, stop_after: int | None = None) -> dict[str, Any]:
+        settings = dynamic(folder, 3).model_copy(update={"run_dir": folder / name})
+        return ranks.run(world, train_recorded, settings, stop_after, three_of_four)[0]
+
+    whole, first, second = run("whole", 2), run("halves", 2, 1), run("halves", 2)
+    assert first["steps"][0]["dynamic_sampling/groups_kept"] == 2
+    assert first["steps"] + second["steps"] == whole["steps"]
+    assert second["digests"] == whole["digests"][1:]
+    for name, weight in whole["weights"].items():
+        assert torch.equal(second["weights"][name], weight)
+
+    run("fewer", 2, 1)
+    on_one = run("fewer", 1)  # the kept groups of two replicas
+    for got, want in zip(on_one["steps"], whole["steps"][1:], strict=True):
+        assert got == pytest.approx(want, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.timeout(240)
+def test_after_the_last_round_groups_without_a_signal_fill_the_step(ranks: RankPool, folder: Path) -> None:
+    results = ranks.run(2, train_recorded, dynamic(folder, 2, max_gen_batches=3), None, one_of_four)
+    for step in results[0]["steps"]:
+        assert counts(step) == (3, 12, 8, 0, 1)
+        assert (step["num_groups"], step["num_degenerate_groups"]) == (4, 1)
+        assert step["grad_norm"] > 0
+
+
+@pytest.mark.timeout(240)
+def test_gdpo_looks_at_components(ranks: RankPool, folder: Path) -> None:
+    settings = dynamic(folder, 1, adv_estimator={"name": "gdpo"})
+    step = ranks.run(2, train_recorded, settings, None, components)[0]["steps"][0]
+    assert counts(step) == (2, 8, 4, 0, 0)
+    assert step["num_degenerate_groups"] == 0
+    assert step["reward/min"] == step["reward/max"] == 1
+    assert step["reward/a"] == step["reward/b"] == 0.5
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_without_a_signal_changes_no_bit(ranks: RankPool, folder: Path, world: int) -> None:
+    for result in ranks.run(world, train_recorded, config(folder, 3), None, none_from_the_fifth):
+        start, first, second, third = result["digests"]
+        assert start != first == second == third
+        trained, *skipped = result["steps"]
+        assert trained["optimizer_steps_skipped"] == 0
+        for step in skipped:
+            assert step["optimizer_steps_skipped"] == 2
+            assert step["num_degenerate_groups"] == step["num_groups"] == 4
+            assert step.keys().isdisjoint({"loss", "grad_norm", "lr"})
+            assert all(torch.tensor(value).isfinite() for value in step.values())
+
+
+@pytest.mark.timeout(240)
+def test_with_a_kl_penalty_such_a_step_trains(ranks: RankPool, folder: Path) -> None:
+    result = ranks.run(2, train_recorded, config(folder, 2, kl=0.05), None, none_from_the_fifth)[0]
+    assert len(set(result["digests"])) == 3
+    assert [step["optimizer_steps_skipped"] for step in result["steps"]] == [0, 0]
+    assert result["steps"][1]["kl_penalty"] > 0
+
+
+@pytest.mark.timeout(240)
+def test_a_step_with_every_row_masked_changes_no_bit(ranks: RankPool, folder: Path) -> None:
+    settings = config(
+        folder, 2, kl=0.05, seq_logprob_error_action="mask", seq_logprob_error_threshold=1 + 1e-9
+    )
+    for result in ranks.run(2, train_recorded, settings, None, three_of_four):
+        assert len(set(result["digests"])) == 1
+        for step in result["steps"]:
+            assert step["seq_logprob_error_flagged_fraction"] == 1
+            assert step["optimizer_steps_skipped"] == 2
