@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -51,7 +57,8 @@ def write_tiny_model(
 ) -> Path:
     """Writes config, float32 weights and tokenizer of a random two-layer Qwen3 (about 0.5M parameters).
 
-    Weights are large enough (std 0.08) that the output distribution is far from uniform.
+    Weights are large enough (std 0.08) that the output distribution is far from uniform. With ``num_experts``
+    it is a Qwen3-MoE with two experts per token.
     """
     tokenizer = tiny_tokenizer(vocab_size)
     sizes: dict[str, Any] = {
@@ -64,7 +71,11 @@ def write_tiny_model(
         "max_position_embeddings": 512,
         "initializer_range": 0.08,
     }
-    hf_config = Qwen3Config(
+    family: Any = (Qwen3Config, Qwen3ForCausalLM)
+    if "num_experts" in config:
+        family = (Qwen3MoeConfig, Qwen3MoeForCausalLM)
+        sizes |= {"moe_intermediate_size": 64, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    hf_config = family[0](
         vocab_size=vocab_size,
         tie_word_embeddings=tied,
         eos_token_id=tokenizer.eos_token_id,
@@ -74,7 +85,7 @@ def write_tiny_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(hf_config).float()
+        model = family[1](hf_config).float()
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic import Field, PositiveInt, model_validator
@@ -21,9 +22,16 @@ class ParallelConfig(Config):
         None, description="VPP, model chunks per pipeline stage; needs pipeline_model_parallel_size > 1"
     )
     context_parallel_size: PositiveInt = Field(1, description="CP")
-    expert_model_parallel_size: PositiveInt = Field(1, description="EP")
-    expert_tensor_parallel_size: PositiveInt | None = Field(None, description="ETP; null: 1")
-    sequence_parallel: bool = Field(False, description="SP; needs tensor_model_parallel_size > 1")
+    expert_model_parallel_size: PositiveInt = Field(
+        1,
+        description="EP; a divisor of the number of experts. Its ranks may lie in several data-parallel replicas",
+    )
+    expert_tensor_parallel_size: PositiveInt | None = Field(
+        None, description="ETP; null: as tensor_model_parallel_size"
+    )
+    sequence_parallel: bool = Field(
+        False, description="SP; needs tensor_model_parallel_size > 1, where models with experts need it"
+    )
 
     @property
     def model_parallel_size(self) -> int:
@@ -53,10 +61,12 @@ class ParallelConfig(Config):
                 f"{self.model_parallel_size}; start {self.model_parallel_size} ranks (or a multiple), or "
                 "change the layout"
             )
-        expert = (self.expert_tensor_parallel_size or 1) * self.expert_model_parallel_size * pp
-        if world_size % expert:
+        etp, ep = self.expert_tensor_parallel_size or tp, self.expert_model_parallel_size
+        if world_size % (etp * ep * pp):
             raise ValueError(
-                f"policy.parallel: world size {world_size} is not a multiple of expert-TP x EP x PP = {expert}"
+                f"policy.parallel: world size {world_size} is not a multiple of expert-TP {etp} x EP {ep} x PP {pp} "
+                f"= {etp * ep * pp}; start {math.lcm(etp * ep * pp, self.model_parallel_size)} ranks (or a "
+                "multiple), or change the layout"
             )
         return world_size // self.model_parallel_size
 

@@ -38,7 +38,7 @@ class WeightInfo:
 def load_hf_weights(
     model_chunks: Sequence[nn.Module], directory: HFDirectory, layout: ParallelLayout
 ) -> None:
-    """Fill this rank's parameters from the directory, reading only this rank's rows and columns.
+    """Fill this rank's parameters from the directory, reading only this rank's rows, columns and experts.
 
     No communication. Padding rows of the vocabulary become zero.
 
@@ -48,7 +48,8 @@ def load_hf_weights(
     """
     description = describe_model(directory.config)
     description.check_tensors(directory)
-    params = _global_parameters(model_chunks)
+    params = _parameters(model_chunks)
+    per_rank = (description.num_experts or 0) // layout.ep
     with ExitStack() as stack:
         files: dict[Path, Any] = {}
 
@@ -59,16 +60,21 @@ def load_hf_weights(
             return files[file].get_slice(name)
 
         for mapping in _weight_map(model_chunks, directory):
-            param = params.pop(mapping.param, None)
+            tp, tp_rank = layout.tp, layout.tp_rank
+            if mapping.expert is not None:
+                if mapping.expert // per_rank != layout.ep_rank:
+                    continue
+                tp, tp_rank = layout.etp, layout.etp_rank
+            param = params.pop(mapping.local_param(per_rank), None)
             if param is None:
                 continue
-            shape = mapping.shard_shape(layout.tp)
+            shape = mapping.shard_shape(tp)
             if param.shape != shape:
                 raise ValueError(
                     f"{mapping.param} is {list(param.shape)} in the model; the weight map of "
-                    f"{description.architecture} gives {list(shape)} at TP {layout.tp}"
+                    f"{description.architecture} gives {list(shape)} in {tp} parts"
                 )
-            mapping.to_megatron([source(t.name) for t in mapping.hf], param.data, layout.tp_rank, layout.tp)
+            mapping.to_megatron([source(t.name) for t in mapping.hf], param.data, tp_rank, tp)
     if params:
         raise ValueError(
             f"the weight map of {description.architecture} lacks the parameters {', '.join(sorted(params))}"
@@ -81,28 +87,35 @@ def iter_hf_weights(
 ) -> Iterator[tuple[str, Tensor | None]]:
     """All weights as full HF tensors, one Megatron parameter in memory at a time.
 
-    Collective inside each data-parallel replica: every rank of it must run the iterator to its end.
-    Yields ``(HF name, tensor)`` in the order of the family's ``hf_shapes()``. On the replica's leader
+    Collective over all ranks: every one must run the iterator to its end (experts lie across replicas).
+    Yields ``(HF name, tensor)`` in the order of the family's ``hf_shapes()``. On each replica's leader
     (tp = pp = cp = 0) the tensor is contiguous, on the model's device, and shares no memory with the
     parameters; elsewhere it is None. Tensors of one fused parameter may share memory with each other.
 
     Raises:
         ValueError: a parameter of the weight map is on no pipeline stage.
     """
-    params = _global_parameters(model_chunks)
-    owners = _owning_stages(params, layout)
+    params = _parameters(model_chunks)
+    stages = _owning_stages(params, layout)
     dtype, device = _dtype_and_device(model_chunks)
+    per_rank = (describe_model(directory.config).num_experts or 0) // layout.ep
     for mapping in _weight_map(model_chunks, directory):
         if mapping.is_copy:
             continue
-        if mapping.param not in owners:
+        name = mapping.local_param(per_rank)
+        if name not in stages:
             raise ValueError(f"no pipeline stage holds {mapping.param}")
         shards = None
-        if layout.cp_rank == 0:
-            shards = _shards_on_leader(
-                mapping, params.get(mapping.param), owners[mapping.param], layout, dtype, device
-            )
-        tensors = mapping.to_hf(shards) if shards is not None else (None,) * len(mapping.hf)
+        if layout.pp_rank == stages[name]:
+            if mapping.expert is None:
+                shards = _gather_over_tp(mapping, params[name], layout)
+            else:
+                shards = _broadcast_expert(mapping, params[name], mapping.expert // per_rank, layout)
+        if layout.tp_rank == layout.cp_rank == 0:
+            shards = _send_to_first_stage(mapping, shards, stages[name], layout, dtype, device)
+        else:
+            shards = None
+        tensors = mapping.to_hf(list(shards)) if shards is not None else (None,) * len(mapping.hf)
         for info, tensor in zip(mapping.hf, tensors, strict=True):
             yield info.name, tensor
 
@@ -122,8 +135,8 @@ def _weight_map(model_chunks: Sequence[nn.Module], directory: HFDirectory) -> tu
     return describe_model(directory.config).weight_map(_unwrap(model_chunks[0]).vocab_size)
 
 
-def _global_parameters(model_chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """This rank's parameters under their canonical names, layers counted over all stages."""
+def _parameters(model_chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """This rank's parameters under their canonical names: layers counted over all stages, experts from 0."""
     params = {}
     for chunk in map(_unwrap, model_chunks):
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # layer_number counts from 1
@@ -143,31 +156,49 @@ def _owning_stages(params: dict[str, nn.Parameter], layout: ParallelLayout) -> d
     return {name: stage for stage, held in enumerate(names) for name in held}
 
 
-def _shards_on_leader(
+def _gather_over_tp(mapping: ParamMapping, param: Tensor, layout: ParallelLayout) -> Tensor | None:
+    """Copies of the parts of all TP ranks, ``[parts, *shard]``, on tp = cp = 0; None elsewhere."""
+    if layout.cp_rank != 0:
+        return None
+    if not mapping.sharded or layout.tp == 1:
+        return param.detach().clone()[None] if layout.tp_rank == 0 else None
+    if layout.tp_rank != 0:
+        dist.gather(param.detach().contiguous(), None, group=layout.tp_group, group_dst=0)
+        return None
+    parts = param.new_empty((layout.tp, *param.shape), requires_grad=False)
+    dist.gather(param.detach().contiguous(), list(parts.unbind(0)), group=layout.tp_group, group_dst=0)
+    return parts
+
+
+def _broadcast_expert(mapping: ParamMapping, param: Tensor, ep_rank: int, layout: ParallelLayout) -> Tensor:
+    """Copies of the parts of one expert, which rank ``ep_rank`` of EP holds, ``[expert-TP, *shard]``, everywhere.
+
+    ``param`` is this rank's own expert in the same place. All ranks of a stage take part: leaders of different
+    replicas share one expert group, or lie in different ones.
+    """
+    parts = param.new_empty((layout.etp, *param.shape), requires_grad=False)
+    for etp_rank, part in enumerate(parts):
+        if (layout.ep_rank, layout.etp_rank) == (ep_rank, etp_rank):
+            part.copy_(param)
+        dist.broadcast(part, group=layout.etp_ep_group, group_src=ep_rank * layout.etp + etp_rank)
+    return parts
+
+
+def _send_to_first_stage(
     mapping: ParamMapping,
-    param: Tensor | None,
+    parts: Tensor | None,
     stage: int,
     layout: ParallelLayout,
     dtype: torch.dtype,
     device: torch.device,
-) -> list[Tensor] | None:
-    """Fresh copies of all TP parts on (tp 0, pp 0), None elsewhere: gathered over TP, then sent over PP."""
-    parts = layout.tp if mapping.sharded else 1
-    mine = layout.pp_rank == stage
-    leader = layout.tp_rank == 0
-    buffer = None
-    if leader and (mine or layout.pp_rank == 0):
-        buffer = torch.empty((parts, *mapping.shard_shape(layout.tp)), dtype=dtype, device=device)
-    if mine:
-        assert param is not None
-        if parts > 1:
-            gathered = list(buffer.unbind(0)) if buffer is not None else None
-            dist.gather(param.detach().contiguous(), gathered, group=layout.tp_group, group_dst=0)
-        elif buffer is not None:
-            buffer[0].copy_(param)
-    if stage != 0 and buffer is not None:
-        if mine:
-            dist.send(buffer, group=layout.pp_group, group_dst=0)
-        elif layout.pp_rank == 0:
-            dist.recv(buffer, group=layout.pp_group, group_src=stage)
-    return list(buffer.unbind(0)) if buffer is not None and layout.pp_rank == 0 else None
+) -> Tensor | None:
+    """``parts`` of ``stage`` on the first stage; None on all other stages. For ranks with tp = cp = 0."""
+    if stage == 0 or layout.pp_rank not in (0, stage):
+        return parts if layout.pp_rank == 0 else None
+    if parts is not None:
+        dist.send(parts, group=layout.pp_group, group_dst=0)
+        return None
+    tp = layout.tp if mapping.expert is None else layout.etp
+    parts = torch.empty((tp if mapping.sharded else 1, *mapping.shard_shape(tp)), dtype=dtype, device=device)
+    dist.recv(parts, group=layout.pp_group, group_src=stage)
+    return parts

@@ -52,15 +52,14 @@ def save_hf_directory(
         for name, shape in describe_model(source.config).hf_shapes().items()
     ]
     error: OSError | None = None
-    if layout.dp_rank == 0:
-        weights = iter_hf_weights(model_chunks, source, layout)
-        if layout.is_replica_leader:
-            try:
-                _write_directory(weights, infos, source, destination, dtype, max_shard_bytes)
-            except OSError as caught:
-                error = caught
-        for _ in weights:  # every rank of the replica takes part in every collective, whatever happened
-            pass
+    weights = iter_hf_weights(model_chunks, source, layout)
+    if layout.is_replica_leader and layout.dp_rank == 0:
+        try:
+            _write_directory(weights, infos, source, destination, dtype, max_shard_bytes)
+        except OSError as caught:
+            error = caught
+    for _ in weights:  # every rank takes part in every collective, whatever happened
+        pass
     agree(error, f"export to {destination}")
 
 

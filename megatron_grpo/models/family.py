@@ -8,7 +8,7 @@ setting of the config that it does not carry over to Megatron.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ class ModelDescription:
         rotary_base: theta of the rotary embedding.
         transformer_config_kwargs: the arguments of Megatron's TransformerConfig that the architecture sets.
         weight_map: makes the mappings of all parameters, in export order, from the padded vocabulary size.
+        num_experts, moe_ffn_hidden_size: routed experts of a mixture-of-experts layer, and features of one.
     """
 
     architecture: str
@@ -43,6 +44,8 @@ class ModelDescription:
     rotary_base: float
     transformer_config_kwargs: Mapping[str, Any]
     weight_map: Callable[[int], tuple[ParamMapping, ...]]
+    num_experts: int | None = None
+    moe_ffn_hidden_size: int | None = None
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the HF tensors, in export order."""
@@ -80,10 +83,25 @@ class ModelDescription:
             parallel.virtual_pipeline_model_parallel_size or 1,
             {"layers per pipeline stage": self.num_layers // pp},
         )
-        if parallel.expert_model_parallel_size > 1:
+        ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+        if self.num_experts is None or self.moe_ffn_hidden_size is None:
+            for key, value in (("expert_model_parallel_size", ep), ("expert_tensor_parallel_size", etp or 1)):
+                if value > 1:
+                    raise ValueError(
+                        f"policy.parallel.{key} is {value} but {self.architecture} has no experts; set it to 1"
+                    )
+            return
+        _check_divides("expert_model_parallel_size", ep, {"experts": self.num_experts})
+        _check_divides(
+            "expert_tensor_parallel_size",
+            etp or parallel.tensor_model_parallel_size,
+            {"expert MLP features (moe_intermediate_size)": self.moe_ffn_hidden_size},
+        )
+        if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
             raise ValueError(
-                f"policy.parallel.expert_model_parallel_size is {parallel.expert_model_parallel_size} but "
-                f"{self.architecture} has no experts; set it to 1"
+                f"policy.parallel.tensor_model_parallel_size is {parallel.tensor_model_parallel_size} and "
+                f"sequence_parallel is false; Megatron trains {self.architecture}'s experts with tensor parallelism "
+                "only if tokens are cut too: set policy.parallel.sequence_parallel to true"
             )
 
 
@@ -98,6 +116,13 @@ def refuse_unsupported(hf_config: HFConfig, architecture: str, supported: Mappin
             raise ValueError(
                 f"config.json: {key} is {hf_config[key]!r}; {architecture} is supported with {value!r} only"
             )
+
+
+def require_keys(hf_config: HFConfig, architecture: str, keys: Sequence[str]) -> None:
+    """Raises ValueError, with the names, if keys are missing."""
+    missing = [key for key in keys if key not in hf_config]
+    if missing:
+        raise ValueError(f"config.json: {', '.join(missing)} missing; {architecture} needs it")
 
 
 def rope_theta(hf_config: HFConfig) -> float:

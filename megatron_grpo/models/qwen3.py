@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch.nn.functional as F
 
-from megatron_grpo.models.family import ModelDescription, refuse_unsupported, rope_theta
+from megatron_grpo.models.family import ModelDescription, refuse_unsupported, require_keys, rope_theta
 from megatron_grpo.models.hf_directory import HFConfig
 from megatron_grpo.models.weight_map import (
     QKV,
@@ -29,6 +31,8 @@ _REQUIRED = (
     "rms_norm_eps",
 )  # fmt: skip
 
+Mappings = tuple[ParamMapping, ...]
+
 
 def describe(hf_config: HFConfig) -> ModelDescription:
     """The description of a dense Qwen3 model.
@@ -36,10 +40,19 @@ def describe(hf_config: HFConfig) -> ModelDescription:
     Raises:
         ValueError: a key is missing, or has a value that is not supported.
     """
-    refuse_unsupported(hf_config, ARCHITECTURE, _SUPPORTED)
-    missing = [key for key in _REQUIRED if key not in hf_config]
-    if missing:
-        raise ValueError(f"config.json: {', '.join(missing)} missing; {ARCHITECTURE} needs it")
+    return describe_decoder(hf_config, ARCHITECTURE, dense_mlp)
+
+
+def describe_decoder(
+    hf_config: HFConfig, architecture: str, mlp: Callable[[HFConfig, int], Mappings]
+) -> ModelDescription:
+    """All of a Qwen3 model but what ``mlp(hf_config, layer)`` maps: the parameters after the second layer norm.
+
+    Raises:
+        ValueError: a key is missing, or has a value that is not supported.
+    """
+    refuse_unsupported(hf_config, architecture, _SUPPORTED)
+    require_keys(hf_config, architecture, _REQUIRED)
     heads: int = hf_config["num_attention_heads"]
     hidden: int = hf_config["hidden_size"]
     groups: int = hf_config.get("num_key_value_heads") or heads
@@ -49,14 +62,18 @@ def describe(hf_config: HFConfig) -> ModelDescription:
     vocab: int = hf_config["vocab_size"]
     tied = bool(hf_config.get("tie_word_embeddings", False))
 
-    def weight_map(padded_vocab_size: int) -> tuple[ParamMapping, ...]:
+    def weight_map(padded_vocab_size: int) -> Mappings:
         embedding = HFTensor("model.embed_tokens.weight", (vocab, hidden))
         output = embedding if tied else HFTensor("lm_head.weight", (vocab, hidden))
+        decoder: list[ParamMapping] = []
+        for layer in range(layers):
+            decoder += _attention(layer, hidden, heads, groups, head_dim)
+            decoder += mlp(hf_config, layer)
         return (
             VocabParallel(
                 "embedding.word_embeddings.weight", (embedding,), padded_vocab_size=padded_vocab_size
             ),
-            *(m for i in range(layers) for m in _layer(i, hidden, ffn, heads, groups, head_dim)),
+            *decoder,
             Replicated("decoder.final_layernorm.weight", (HFTensor("model.norm.weight", (hidden,)),)),
             VocabParallel(
                 "output_layer.weight", (output,), is_copy=tied, padded_vocab_size=padded_vocab_size
@@ -64,7 +81,7 @@ def describe(hf_config: HFConfig) -> ModelDescription:
         )
 
     return ModelDescription(
-        architecture=ARCHITECTURE,
+        architecture=architecture,
         num_layers=layers,
         hidden_size=hidden,
         ffn_hidden_size=ffn,
@@ -91,9 +108,27 @@ def describe(hf_config: HFConfig) -> ModelDescription:
     )
 
 
-def _layer(
-    index: int, hidden: int, ffn: int, heads: int, groups: int, head_dim: int
-) -> tuple[ParamMapping, ...]:
+def dense_mlp(hf_config: HFConfig, layer: int) -> Mappings:
+    """The SwiGLU MLP of one layer."""
+    return swiglu(
+        f"decoder.layers.{layer}.mlp",
+        f"model.layers.{layer}.mlp",
+        hf_config["hidden_size"],
+        hf_config["intermediate_size"],
+    )
+
+
+def swiglu(megatron: str, hf: str, hidden: int, ffn: int, expert: int | None = None) -> Mappings:
+    """Gate, up and down projections of the module ``megatron``, which Hugging Face calls ``hf``."""
+    gate, up = (HFTensor(f"{hf}.{name}_proj.weight", (ffn, hidden)) for name in ("gate", "up"))
+    down = HFTensor(f"{hf}.down_proj.weight", (hidden, ffn))
+    return (
+        GatedMLP(f"{megatron}.linear_fc1.weight", (gate, up), expert=expert),
+        RowParallel(f"{megatron}.linear_fc2.weight", (down,), expert=expert),
+    )
+
+
+def _attention(index: int, hidden: int, heads: int, groups: int, head_dim: int) -> Sequence[ParamMapping]:
     megatron, hf = f"decoder.layers.{index}", f"model.layers.{index}"
 
     def tensor(name: str, *shape: int) -> HFTensor:
@@ -118,9 +153,4 @@ def _layer(
             (tensor("self_attn.o_proj", hidden, heads * head_dim),),
         ),
         Replicated(f"{megatron}.pre_mlp_layernorm.weight", (tensor("post_attention_layernorm", hidden),)),
-        GatedMLP(
-            f"{megatron}.mlp.linear_fc1.weight",
-            (tensor("mlp.gate_proj", ffn, hidden), tensor("mlp.up_proj", ffn, hidden)),
-        ),
-        RowParallel(f"{megatron}.mlp.linear_fc2.weight", (tensor("mlp.down_proj", hidden, ffn),)),
     )

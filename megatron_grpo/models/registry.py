@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_grpo.models import qwen3
+from megatron_grpo.models import qwen3, qwen3_moe
 from megatron_grpo.models.family import ModelDescription
 from megatron_grpo.models.hf_directory import HFConfig
 
 FAMILIES: dict[str, Callable[[HFConfig], ModelDescription]] = {
-    "Qwen3ForCausalLM": qwen3.describe,
+    qwen3.ARCHITECTURE: qwen3.describe,
+    qwen3_moe.ARCHITECTURE: qwen3_moe.describe,
 }
 
 

@@ -1,14 +1,15 @@
 """Weight maps: which Hugging Face tensors one Megatron parameter is made of, and how TP cuts it.
 
 A model family lists one :class:`ParamMapping` per Megatron parameter, in the order in which weights are
-exported. Parameter names are global (layers counted over all pipeline stages) and in the spelling of the
-local layer spec, which keeps layer norms apart; :func:`canonical_name` translates Transformer Engine's
-fused spelling. Loading, export, refit and the tools all go through these mappings.
+exported. Parameter names are global (layers counted over all pipeline stages, experts over all EP ranks) and in
+the spelling of the local layer spec, which keeps layer norms and experts apart; :func:`canonical_name` translates
+Transformer Engine's fused spelling. Loading, export, refit and the tools all go through these mappings.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,16 +26,19 @@ _FUSED_LAYER_NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
+# Transformer Engine's grouped GEMM holds the weights of all local experts in one module
+_GROUPED_EXPERT = re.compile(r"(mlp\.experts)\.(linear_fc[12])\.weight(\d+)$")
 
 
 def canonical_name(name: str) -> str:
     """The local spec's spelling of a Megatron parameter name.
 
-    ``...linear_fc1.layer_norm_weight`` becomes ``...pre_mlp_layernorm.weight``.
+    ``...linear_fc1.layer_norm_weight`` becomes ``...pre_mlp_layernorm.weight``, and
+    ``...experts.linear_fc1.weight3`` becomes ``...experts.local_experts.3.linear_fc1.weight``.
     """
     for fused, separate in _FUSED_LAYER_NORMS:
         name = name.replace(fused, separate)
-    return name
+    return _GROUPED_EXPERT.sub(r"\1.local_experts.\3.\2.weight", name)
 
 
 @dataclass(frozen=True)
@@ -54,14 +58,25 @@ class ParamMapping(ABC):
         hf: its HF tensors, in the order that :meth:`to_megatron` reads and :meth:`to_hf` returns.
         is_copy: another mapping exports these HF tensors already. Such a parameter may be absent: the
             last pipeline stage's copy of a tied embedding exists only with PP.
+        expert: index of the expert that the parameter belongs to. Experts are dealt to the EP ranks in runs, and
+            cut over expert-TP where other parameters are cut over TP.
     """
 
     param: str
     hf: tuple[HFTensor, ...]
     is_copy: bool = False
+    expert: int | None = None
 
     #: whether each TP rank holds a different part
     sharded = True
+
+    def local_param(self, experts_per_rank: int) -> str:
+        """``param`` as the EP rank that holds it names it: every rank counts its own experts from 0."""
+        if self.expert is None:
+            return self.param
+        return self.param.replace(
+            f".local_experts.{self.expert}.", f".local_experts.{self.expert % experts_per_rank}."
+        )
 
     @abstractmethod
     def shard_shape(self, tp: int) -> Shape:

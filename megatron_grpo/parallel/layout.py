@@ -17,6 +17,10 @@ class ParallelLayout:
     ``tp``, ``pp``, ``cp``, ``dp`` are group sizes and ``*_rank`` the position in the group.
     ``dp_cp_group`` spans data and context parallel ranks: sums over tokens reduce over it.
     ``vpp`` is the number of model chunks per pipeline stage (1 without interleaving).
+
+    Experts are laid out on their own: the ranks of a pipeline stage are ETP x EP x expert-DP. An
+    ``etp_ep_group`` holds every expert of its stage once; its rank ``r`` has ``etp_rank`` r mod ETP and
+    ``ep_rank`` r div ETP. It may lie across data-parallel replicas.
     """
 
     world_size: int
@@ -26,17 +30,21 @@ class ParallelLayout:
     cp: int
     dp: int
     ep: int
+    etp: int
     vpp: int
     tp_rank: int
     pp_rank: int
     cp_rank: int
     dp_rank: int
+    ep_rank: int
+    etp_rank: int
     tp_group: Group
     pp_group: Group
     cp_group: Group
     dp_group: Group
     dp_cp_group: Group
     tp_cp_group: Group
+    etp_ep_group: Group
 
     @property
     def is_replica_leader(self) -> bool:
@@ -85,17 +93,21 @@ def initialize_layout(
         cp=ps.get_context_parallel_world_size(),
         dp=ps.get_data_parallel_world_size(),
         ep=ps.get_expert_model_parallel_world_size(),
+        etp=ps.get_expert_tensor_parallel_world_size(),
         vpp=virtual_pipeline_model_parallel_size or 1,
         tp_rank=ps.get_tensor_model_parallel_rank(),
         pp_rank=ps.get_pipeline_model_parallel_rank(),
         cp_rank=ps.get_context_parallel_rank(),
         dp_rank=ps.get_data_parallel_rank(),
+        ep_rank=ps.get_expert_model_parallel_rank(),
+        etp_rank=ps.get_expert_tensor_parallel_rank(),
         tp_group=ps.get_tensor_model_parallel_group(),
         pp_group=ps.get_pipeline_model_parallel_group(),
         cp_group=ps.get_context_parallel_group(),
         dp_group=ps.get_data_parallel_group(),
         dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
         tp_cp_group=ps.get_tensor_and_context_parallel_group(),
+        etp_ep_group=ps.get_expert_tensor_and_model_parallel_group(),
     )
 
 

@@ -10,13 +10,10 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_grpo.config.policy import PolicyConfig
 from megatron_grpo.models.family import ModelDescription
@@ -60,7 +57,7 @@ def build_model_chunks(
         chunks.append(
             GPTModel(
                 config,
-                _layer_spec(config, layout, vp_stage, use_te),
+                _block_spec(config, layout, vp_stage, use_te),
                 vocab,
                 policy.max_total_sequence_length,
                 pre_process=layout.pp_rank == 0 and index == 0,
@@ -96,6 +93,7 @@ def transformer_config(
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
+        moe_grouped_gemm=use_te,
         # with batched p2p the interleaved schedule gave wrong gradients at PP 2, silently
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -132,16 +130,24 @@ def _use_transformer_engine(layer_spec: str) -> bool:
     return available
 
 
-def _layer_spec(
+def _block_spec(
     config: TransformerConfig, layout: ParallelLayout, vp_stage: int | None, use_te: bool
-) -> ModuleSpec | TransformerBlockSubmodules:
+) -> TransformerBlockSubmodules:
+    """The layers of one model chunk."""
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=use_te,
+        normalization=config.normalization,
+        vp_stage=vp_stage,
+        pp_rank=layout.pp_rank,
+    )
     if use_te:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = SDPACoreAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    count = get_num_layers_to_build(config, vp_stage, layout.pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=RMSNorm)
+        return block
+    for spec in block.layer_specs:
+        layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        attention.core_attention = SDPACoreAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    block.layer_norm = RMSNorm
+    return block
