@@ -75,6 +75,14 @@ class PolicyConfig(Config):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig = SchedulerConfig()
+    moe_aux_loss_coeff: NonNegativeFloat = Field(
+        0.0,
+        description="load-balancing loss of each sequence over its trained tokens; with experts, without packing",
+    )
+    moe_z_loss_coeff: NonNegativeFloat = Field(
+        0.0,
+        description="mean squared log-sum-exp of the router's logits over the trained tokens; with experts",
+    )
     make_vocab_size_divisible_by: PositiveInt = Field(
         128, description="the vocabulary is padded to a multiple of this times TP"
     )
@@ -84,6 +92,15 @@ class PolicyConfig(Config):
     layer_spec: Literal["auto", "transformer_engine", "local"] = Field(
         "auto", description="auto: Transformer Engine when a GPU and TE are there"
     )
+
+    @model_validator(mode="after")
+    def _aux_loss_sees_sequences(self) -> PolicyConfig:
+        if self.moe_aux_loss_coeff and self.sequence_packing.enabled:
+            raise ValueError(
+                f"moe_aux_loss_coeff is {self.moe_aux_loss_coeff} and sequence_packing.enabled is true; Megatron does "
+                "not tell the router where packed sequences end: set the former to 0 or the latter to false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fp64_is_local(self) -> PolicyConfig:

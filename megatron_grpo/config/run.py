@@ -68,6 +68,12 @@ class RunConfig(Config):
                 f"policy.train_global_batch_size {batch} makes {rollouts // batch} of {rollouts} rollouts; "
                 f"set it to {rollouts}"
             )
+        for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+            if (value := getattr(self.policy, key)) and not self.loss_fn.token_level_loss:
+                raise ValueError(
+                    f"policy.{key} is {value} and loss_fn.token_level_loss is false; the router's losses are means "
+                    "over tokens: set the former to 0 or the latter to true"
+                )
         if self.generation.max_new_tokens >= self.policy.max_total_sequence_length:
             raise ValueError(
                 f"generation.max_new_tokens {self.generation.max_new_tokens} leaves no room for a prompt in "

@@ -17,6 +17,7 @@ from megatron_grpo.models.weight_map import ParamMapping
 
 if TYPE_CHECKING:
     from megatron_grpo.config.parallel import ParallelConfig
+    from megatron_grpo.config.policy import PolicyConfig
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,19 @@ class ModelDescription:
         """
         # some writers store the output layer of a tied model too; it equals the embedding
         directory.expect(self.hf_shapes(), ignore=("lm_head.weight",) if self.tied_embeddings else ())
+
+    def check_policy(self, policy: PolicyConfig) -> None:
+        """Check that the model can be trained this way.
+
+        Raises:
+            ValueError: names the key, the values and the mend.
+        """
+        self.check_layout(policy.parallel)
+        for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+            if (value := getattr(policy, key)) and self.num_experts is None:
+                raise ValueError(
+                    f"policy.{key} is {value} but {self.architecture} has no experts; set it to 0"
+                )
 
     def check_layout(self, parallel: ParallelConfig) -> None:
         """Check that the model can be cut this way.

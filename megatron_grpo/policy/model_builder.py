@@ -13,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_grpo.config.policy import PolicyConfig
@@ -22,6 +23,7 @@ from megatron_grpo.models.registry import describe_model
 from megatron_grpo.models.weight_map import padded_vocab_size
 from megatron_grpo.parallel.layout import ParallelLayout
 from megatron_grpo.policy.local_layers import RMSNorm, SDPACoreAttention
+from megatron_grpo.policy.moe_router import SequenceBalancedRouter
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ def build_model_chunks(
         ValueError: the model cannot be cut this way, or the layer spec asked for is not available.
     """
     description = describe_model(directory.config)
-    description.check_layout(policy.parallel)
+    description.check_policy(policy)
     use_te = _use_transformer_engine(policy.layer_spec)
     config = transformer_config(policy, description, use_te)
     # no dropout is used, but Megatron's layers expect their random state to exist
@@ -94,6 +96,9 @@ def transformer_config(
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         moe_grouped_gemm=use_te,
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=policy.moe_aux_loss_coeff,
+        moe_z_loss_coeff=policy.moe_z_loss_coeff or None,
         # with batched p2p the interleaved schedule gave wrong gradients at PP 2, silently
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -141,6 +146,10 @@ def _block_spec(
         vp_stage=vp_stage,
         pp_rank=layout.pp_rank,
     )
+    for spec in block.layer_specs:
+        mlp = spec.submodules.mlp.keywords["submodules"]
+        if isinstance(mlp, MoESubmodules):
+            mlp.router = SequenceBalancedRouter
     if use_te:
         return block
     for spec in block.layer_specs:

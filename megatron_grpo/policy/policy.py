@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_grpo.algorithms.loss.loss_functions import ClippedPGLossFn, LossInputs
@@ -220,6 +221,7 @@ class MegatronPolicy:
                 _on_device(microbatch.position),
                 None,
                 packed_seq_params=_packed_seq_params(microbatch),
+                padding_mask=None if forward_only else self._router_padding_mask(microbatch, model),
                 output_processor=output_layer_logprobs,
                 output_processor_context=targets,
             )
@@ -243,6 +245,16 @@ class MegatronPolicy:
             collect_non_loss_data=forward_only,
         )
         return results
+
+    def _router_padding_mask(self, microbatch: MicroBatch, chunk: torch.nn.Module) -> Tensor | None:
+        """[b, s] bool, true on tokens without a loss: the router's auxiliary losses are means over the others."""
+        if not (self.config.moe_aux_loss_coeff or self.config.moe_z_loss_coeff):
+            return None
+        batch = microbatch.experience
+        mask = _on_device(microbatch.take_next(batch.token_mask * batch.sample_mask[:, None])) == 0
+        if self.config.parallel.sequence_parallel and not get_attr_wrapped_model(chunk, "pre_process"):
+            mask = mask.chunk(self.layout.tp, dim=1)[self.layout.tp_rank]  # Megatron cuts it on the first stage only
+        return mask
 
     def _loss_inputs(self, mb: MicroBatch, version: int) -> LossInputs:
         batch = mb.experience

@@ -25,7 +25,7 @@ def check_run(config: RunConfig, world_size: int) -> None:
         model.check_tensors(directory)
     except ValueError as error:
         raise ConfigError(f"policy.model_path: {error}") from None
-    model.check_layout(config.policy.parallel)
+    model.check_policy(config.policy)
     context = directory.config.get("max_position_embeddings")
     if context is not None and config.policy.max_total_sequence_length > context:
         raise ConfigError(
