@@ -110,11 +110,13 @@ def train_recorded(
     config: RunConfig,
     stop_after: int | None = None,
     rewards: Callable[[int], list[Any]] | None = None,
+    layout: Any = None,
 ) -> dict[str, Any]:
     """Metrics of every step, a digest of weights and optimizer state after each, and on rank 0 the last weights.
 
     With ``stop_after`` the run stops and saves after that many steps; a run continues from the latest
     checkpoint of its run_dir. With ``rewards`` the real feed asks a :class:`RecordedDriver` for rollouts.
+    ``layout`` is made here unless it is given.
     """
     from megatron_grpo.algorithms.advantage_estimator import make_advantage_estimator
     from megatron_grpo.algorithms.loss.loss_functions import ClippedPGLossFn
@@ -131,7 +133,7 @@ def train_recorded(
     from megatron_grpo.training.grpo import GRPO
     from megatron_grpo.training.rollout_feed import SyncFeed
 
-    layout = initialize_layout(**config.policy.parallel.group_sizes())
+    layout = layout or initialize_layout(**config.policy.parallel.group_sizes())
     policy = MegatronPolicy(
         config.policy,
         layout,

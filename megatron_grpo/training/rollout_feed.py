@@ -124,6 +124,12 @@ class SyncFeed:
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
         """Continue with the rollouts of one or more :meth:`state_dict`; for leaders."""
+        if state and not self._config.grpo.use_dynamic_sampling:
+            log.warning(
+                "%d rollouts that dynamic sampling had kept are dropped: grpo.use_dynamic_sampling is false",
+                len(state),
+            )
+            return
         groups: dict[int, Group] = {}
         for values in state:
             assert self._sampler is not None
