@@ -22,6 +22,9 @@ from megatron_grpo.parallel.layout import ParallelLayout
 
 Bins = list[list[int]]
 
+# Tried in this order: the more of the tokens fill gaps, the fuller bins can be and the less alike.
+_FITTED_SHARES = (0.0, 0.05, 0.15, 0.3, 0.5, 1.0)
+
 
 @dataclass(frozen=True)
 class MicroBatchRule:
@@ -106,8 +109,7 @@ def assign_rows(
             ]
         else:
             bins = pack(padded[minibatch], rule, dp)
-            costs = rule.cost(padded[minibatch])
-            dealt = _deal(np.array([costs[rows].sum() for rows in bins]), dp)
+            dealt = _deal(_bin_costs(bins, rule.cost(padded[minibatch])), dp)
             per_rank = [[bins[i] for i in mine] for mine in dealt.tolist()]
         for rank, microbatches in enumerate(per_rank):
             assignment[rank].append([minibatch[rows].tolist() for rows in microbatches])
@@ -120,6 +122,8 @@ def _deal(costs: NDArray[np.float64], dp: int) -> NDArray[np.int64]:
     Of the items of one index, the dearest goes to the rank that has been dealt the least.
     """
     groups = np.argsort(-costs, kind="stable").reshape(-1, dp)
+    if dp == 1:
+        return groups.T
     dealt = np.empty_like(groups)
     total = np.zeros(dp)
     for index, group in enumerate(groups):
@@ -132,11 +136,14 @@ def _deal(costs: NDArray[np.float64], dp: int) -> NDArray[np.int64]:
 def pack(lengths: NDArray[np.int64], rule: MicroBatchRule, dp: int = 1) -> Bins:
     """Bins of at most ``rule.tokens`` tokens; their number is a multiple of ``dp * rule.at_a_time``.
 
+    As few as the budget allows, rarely one more before rounding up, and such that each ``dp`` bins of similar cost
+    are close to each other.
+
     Args:
         lengths: [n] tokens of each sequence, padded.
 
     Returns:
-        Indices into ``lengths``, each once. Bins may be empty, to complete the multiple.
+        Indices into ``lengths``, each once; the dearest bin first. Bins may be empty, to complete the multiple.
 
     Raises:
         ValueError: a sequence is longer than the budget.
@@ -148,54 +155,88 @@ def pack(lengths: NDArray[np.int64], rule: MicroBatchRule, dp: int = 1) -> Bins:
             "micro-batch; raise policy.sequence_packing.train_mb_tokens and logprob_mb_tokens"
         )
     costs = rule.cost(lengths)
-    order = np.argsort(-lengths, kind="stable").tolist()
+    order = np.argsort(lengths, kind="stable")
+    ascending = order.tolist(), lengths[order].tolist(), costs[order].tolist()
     step = dp * rule.at_a_time
     fewest = max(1, -(-int(lengths.sum()) // max(budget, 1)))
-    for count in itertools.count(-(-fewest // step) * step, step):
-        for fill in (_fill_by_cost, _fill_by_fit):
-            bins = fill(order, lengths.tolist(), costs.tolist(), budget, count, dp)
+    while True:
+        count = -(-fewest // step) * step
+        for share in _FITTED_SHARES:
+            bins = _fill(*ascending, budget, count, dp, share)
             if bins is not None:
-                return bins
-    raise AssertionError  # one bin for each sequence always does
+                return [bins[b] for b in np.argsort(-_bin_costs(bins, costs), kind="stable")]
+        fewest = sum(map(bool, _fill(*ascending, budget, len(lengths), dp, 1.0) or []))
 
 
-def _fill_by_cost(
-    order: list[int], lengths: list[int], costs: list[float], budget: int, count: int, dp: int
+def _bin_costs(bins: Bins, costs: NDArray[np.float64]) -> NDArray[np.float64]:
+    owner = np.repeat(np.arange(len(bins)), [len(rows) for rows in bins])
+    each = costs[np.fromiter(itertools.chain(*bins), np.int64)]
+    return np.bincount(owner, each, minlength=len(bins)).astype(np.float64)
+
+
+def _fill(
+    rows: list[int], lengths: list[int], costs: list[float], budget: int, count: int, dp: int, share: float
 ) -> Bins | None:
-    """Longest first, each into the cheapest bin with room; None: there is no room."""
-    bins: Bins = [[] for _ in range(count)]
-    room = [budget] * count
-    heap = [(0.0, b) for b in range(count)]
-    for item in order:
-        length = lengths[item]
-        full = []
-        while heap and room[heap[0][1]] < length:
-            full.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        cost, b = heap[0]
-        heapq.heapreplace(heap, (cost + costs[item], b))
-        bins[b].append(item)
-        room[b] -= length
-        for entry in full:
-            heapq.heappush(heap, entry)
-    return bins
+    """``count`` bins of sequences in ascending order; None: they do not fit.
 
-
-def _fill_by_fit(
-    order: list[int], lengths: list[int], costs: list[float], budget: int, count: int, dp: int
-) -> Bins | None:
-    """Bin by bin, each with the longest sequence that fits, over and over; None: some are left."""
-    left = order[::-1]  # shortest first
-    keys = [lengths[i] for i in left]
+    The longest are spread over the bins by cost. The shortest, ``share`` of all tokens, then fill bin after bin, which
+    finds room where the tokens almost fill the budgets.
+    """
+    rows, lengths, costs = rows[:], lengths[:], costs[:]
     bins: Bins = []
-    while left and len(bins) < count:
-        bins.append([])
-        room = budget
-        while position := bisect_right(keys, room):
-            room -= keys.pop(position - 1)
-            bins[-1].append(left.pop(position - 1))
-    return None if left else bins + [[] for _ in range(count - len(bins))]
+    left = sum(costs)
+    # sequences dearer than the average bin: the others of the same index are made as dear as the budget allows
+    while rows and share < 1 and len(bins) < count and costs[-1] * (count - len(bins)) > left:
+        level = costs[-1]
+        for _ in range(dp):
+            bins.append([])
+            left -= _top_up(bins[-1], rows, lengths, costs, budget, level)
+    fitted = bisect_right(list(itertools.accumulate(lengths)), share * sum(lengths))
+    spread = _spread(rows[fitted:], lengths[fitted:], costs[fitted:], budget, count - len(bins))
+    if spread is None:
+        return None
+    del rows[fitted:], lengths[fitted:], costs[fitted:]
+    for _, room, bin_ in sorted(spread, key=lambda entry: -entry[0]):
+        _top_up(bin_, rows, lengths, costs, room, np.inf)
+        bins.append(bin_)
+    return None if rows else bins
+
+
+def _top_up(
+    bin_: list[int], rows: list[int], lengths: list[int], costs: list[float], room: int, level: float
+) -> float:
+    """Move the longest sequence that fits ``room`` and cost ``level`` into the bin, over and over; what they cost."""
+    cost = 0.0
+    while position := min(bisect_right(lengths, room), bisect_right(costs, level - cost)):
+        bin_.append(rows.pop(position - 1))
+        room -= lengths.pop(position - 1)
+        cost += costs.pop(position - 1)
+    return cost
+
+
+def _spread(
+    rows: list[int], lengths: list[int], costs: list[float], budget: int, count: int
+) -> list[tuple[float, int, list[int]]] | None:
+    """Longest first, each into the cheapest bin with room; cost, room and rows of each bin. None: there is no room."""
+    bins: Bins = [[] for _ in range(count)]
+    room, cost = [budget] * count, [0.0] * count
+    cheapest = [(0.0, b) for b in range(count)]
+    waiting: list[tuple[int, int]] = []  # without room for the sequence at hand, the roomiest first
+    for row, length, price in zip(reversed(rows), reversed(lengths), reversed(costs), strict=True):
+        while waiting and -waiting[0][0] >= length:
+            b = heapq.heappop(waiting)[1]
+            heapq.heappush(cheapest, (cost[b], b))
+        while cheapest and room[cheapest[0][1]] < length:
+            b = heapq.heappop(cheapest)[1]
+            heapq.heappush(waiting, (-room[b], b))
+        if not cheapest:
+            return None
+        b = cheapest[0][1]
+        bins[b].append(row)
+        room[b] -= length
+        cost[b] += price
+        heapq.heapreplace(cheapest, (cost[b], b))
+    return list(zip(cost, room, bins, strict=True))
 
 
 def local_tokens(

@@ -20,32 +20,29 @@ LAYOUTS = {
     "dp2": (2, {}),
     "tp2_pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
 }
-PACKED_LAYOUTS = LAYOUTS | {"dp2_cp2": (4, {"context_parallel_size": 2})}
+PACKED_LAYOUTS = {"one_rank": (1, {}), **LAYOUTS, "dp2_cp2": (4, {"context_parallel_size": 2})}
 # two to four sequences a micro-batch; budgets differ, so that log-prob passes have other micro-batches
 PACKING = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 80}
 CASES = [
-    *((name, None) for name in LAYOUTS),
-    ("one_rank", PACKING),
-    *((name, PACKING) for name in PACKED_LAYOUTS),
+    *(pytest.param(tied, name, None, id=f"{tied}-{name}") for tied in ("tied", "untied") for name in LAYOUTS),
+    *(pytest.param("tied", name, PACKING, id=f"{name}-packed") for name in PACKED_LAYOUTS),
 ]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module")
 def reference(request: pytest.FixtureRequest, ranks: RankPool, tmp_path_factory: Any) -> Any:
     folder = tmp_path_factory.mktemp("layouts")
-    model = write_tiny_model(folder / "model", tied=request.param, num_hidden_layers=4)
+    model = write_tiny_model(folder / "model", tied=request.param == "tied", num_hidden_layers=4)
     return model, folder, ranks.run(1, train_recorded, run_config(model, folder, STEPS))[0]
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("name", "packing"), CASES, ids=[f"{name}{'_packed' if packing else ''}" for name, packing in CASES]
-)
+@pytest.mark.parametrize(("reference", "name", "packing"), CASES, indirect=["reference"])
 def test_same_training_in_every_layout(
     name: str, packing: dict[str, Any] | None, reference: Any, ranks: RankPool
 ) -> None:
     model, folder, expected = reference
-    world, parallel = {"one_rank": (1, {})}.get(name) or PACKED_LAYOUTS[name]
+    world, parallel = PACKED_LAYOUTS[name]
     results = ranks.run(world, train_recorded, run_config(model, folder, STEPS, packing, **parallel))
     for rank, result in enumerate(results):
         assert len(result["steps"]) == STEPS
@@ -59,6 +56,7 @@ def test_same_training_in_every_layout(
     assert worst < 1e-5
 
 
+@pytest.mark.parametrize("reference", ["tied", "untied"], indirect=True)
 def test_training_changes_the_weights(reference: Any, ranks: RankPool) -> None:
     """Guards the comparison above: equal because trained alike, not because nothing happened."""
     from safetensors.torch import load_file
