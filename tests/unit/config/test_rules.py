@@ -53,6 +53,14 @@ def test_a_configuration_cannot_be_changed() -> None:
             "train_global_batch_size 16 makes 2 of 32 rollouts; set it to 32",
         ),
         (
+            {"policy": {"moe_z_loss_coeff": 0.1}, "loss_fn": {"token_level_loss": False}},
+            "policy.moe_z_loss_coeff is 0.1 and loss_fn.token_level_loss is false",
+        ),
+        (
+            {"policy": {"moe_aux_loss_coeff": 0.1, "sequence_packing": {"enabled": True}}},
+            "moe_aux_loss_coeff is 0.1 and sequence_packing.enabled is true",
+        ),
+        (
             {"generation": {"max_new_tokens": 64}},
             "max_new_tokens 64 leaves no room .*max_total_sequence_length 64",
         ),
@@ -135,7 +143,7 @@ def test_data_parallel_size_follows_from_the_world() -> None:
     assert layout.data_parallel_size(24) == 3
     with pytest.raises(ValueError, match="world size 12 is not a multiple of TP 2 x PP 2 x CP 2 = 8"):
         layout.data_parallel_size(12)
-    with pytest.raises(ValueError, match="world size 6 is not a multiple of expert-TP x EP x PP = 4"):
+    with pytest.raises(ValueError, match="world size 6 is not a multiple of expert-TP 1 x EP 4 x PP 1 = 4; start 4"):
         parallel(expert=4).data_parallel_size(6)
 
 
