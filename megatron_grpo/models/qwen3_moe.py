@@ -2,7 +2,8 @@
 
 The router takes the softmax over all experts in float32 and keeps the ``num_experts_per_tok`` largest
 weights: as they are (``norm_topk_prob`` false), or divided by their sum. The quotient is the softmax over the
-chosen experts, Megatron's ``moe_router_pre_softmax=False``. No token is dropped.
+chosen experts, Megatron's ``moe_router_pre_softmax=False``. The router's logits have the model's dtype, as in
+Hugging Face and vLLM, so that trainer and engine choose alike. No token is dropped.
 
 ``router_aux_loss_coef`` and ``output_router_logits`` are not carried over: they add a load-balancing loss to
 Hugging Face's own training loss. ``policy.moe_aux_loss_coeff`` does that here.
