@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megatron_grpo.config import ConfigError, RunConfig
+from megatron_grpo.config import ConfigError, RunConfig, load_config
 from megatron_grpo.training.preflight import check_port, check_run
 from tests.tiny_model import write_tiny_model
+
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def run_config(folder: Path, *, model: str = "model", tp: int = 1, **policy: Any) -> RunConfig:
@@ -50,6 +52,15 @@ def test_any_vocabulary_size_is_accepted_because_it_is_padded(
 ) -> None:
     write_tiny_model(tmp_path / "model", vocab_size=vocab_size)
     check_run(run_config(tmp_path, tp=tp), world_size=tp)
+
+
+@pytest.mark.parametrize("recipe", sorted(p.stem for p in CONFIGS.glob("*.yaml") if p.stem != "quickstart"))
+def test_recipes_are_accepted_with_a_model(tmp_path: Path, recipe: str) -> None:
+    write_tiny_model(tmp_path / "model", max_position_embeddings=4096)
+    overrides = [f"policy.model_path={tmp_path / 'model'}", f"run_dir={tmp_path / 'run'}"]
+    config = load_config(CONFIGS / f"{recipe}.yaml", overrides)
+    for world_size in (1, 8):
+        check_run(config, world_size)
 
 
 def refused(config: RunConfig, message: str, world_size: int = 1) -> None:
