@@ -19,6 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+doctor = typer.Typer(help="Checks of an installation, beyond those of plan.", no_args_is_help=True)
+app.add_typer(doctor, name="doctor")
+
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="YAML file, see configs/")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[key=value]...", help="for example grpo.seed=1")
@@ -78,6 +81,18 @@ def train(config: ConfigOption, overrides: Overrides = None) -> None:
     from megatron_grpo.training.run import run_training
 
     sys.exit(run_training(run, console, stop))
+
+
+@doctor.command("parallel")
+def doctor_parallel(config: ConfigOption, overrides: Overrides = None) -> None:
+    """Compare loss, gradients, metrics and log-probs of this layout with one process, factor by factor.
+
+    Uses a shrunk model with random weights: no GPU, weights or engine is needed. Starts the ranks itself on the
+    CPU, at most 8; under torchrun or srun it uses the ranks of the allocation.
+    """
+    from megatron_grpo.training.parallel_doctor import diagnose
+
+    sys.exit(diagnose(_load(config, overrides), typer.echo))
 
 
 def main() -> None:

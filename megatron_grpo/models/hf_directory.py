@@ -66,14 +66,7 @@ class HFDirectory:
             ModelDirectoryError: something is missing, cut short or inconsistent.
         """
         self.path = path = Path(path)
-        if not path.is_dir():
-            raise ModelDirectoryError(
-                f"{path} is not a directory; give the local directory of a Hugging Face model (config.json, "
-                "tokenizer, safetensors)"
-            )
-        self.config = _read_json(
-            path / "config.json", "a model directory needs it; download or save the model again"
-        )
+        self.config = read_hf_config(path)
         if tokenizer and not any((path / name).is_file() for name in _TOKENIZER_FILES):
             raise ModelDirectoryError(
                 f"{path} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); save it there with "
@@ -108,6 +101,20 @@ class HFDirectory:
                 f"{self.path}: the tensors do not fit {self.path / 'config.json'}: {'; '.join(problems)}. "
                 "Use the config.json that these weights were saved with, or save the model again"
             )
+
+
+def read_hf_config(path: Path) -> HFConfig:
+    """``config.json`` of a model directory.
+
+    Raises:
+        ModelDirectoryError: there is no such directory or file, or it is not a JSON object.
+    """
+    if not path.is_dir():
+        raise ModelDirectoryError(
+            f"{path} is not a directory; give the local directory of a Hugging Face model (config.json, "
+            "tokenizer, safetensors)"
+        )
+    return _read_json(path / "config.json", "a model directory needs it; download or save the model again")
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

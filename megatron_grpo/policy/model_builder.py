@@ -42,7 +42,7 @@ def build_model_chunks(
     """
     description = describe_model(directory.config)
     description.check_policy(policy)
-    use_te = _use_transformer_engine(policy.layer_spec)
+    use_te = uses_transformer_engine(policy.layer_spec)
     config = transformer_config(policy, description, use_te)
     # no dropout is used, but Megatron's layers expect their random state to exist
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
@@ -120,7 +120,12 @@ def transformer_config(
     )
 
 
-def _use_transformer_engine(layer_spec: str) -> bool:
+def uses_transformer_engine(layer_spec: str) -> bool:
+    """Whether ``policy.layer_spec`` means Transformer Engine on this machine.
+
+    Raises:
+        ValueError: it is asked for by name, and not there.
+    """
     if layer_spec == "local":
         return False
     from megatron.core.extensions.transformer_engine import HAVE_TE
