@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,18 +32,24 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def reference(request: pytest.FixtureRequest, ranks: RankPool, tmp_path_factory: Any) -> Any:
-    folder = tmp_path_factory.mktemp("layouts")
-    model = write_tiny_model(folder / "model", tied=request.param == "tied", num_hidden_layers=4)
-    return model, folder, ranks.run(1, train_recorded, run_config(model, folder, STEPS))[0]
+def reference(ranks: RankPool, tmp_path_factory: Any) -> Callable[[str], Any]:
+    """Model, folder and the result of one rank, for tied or untied embeddings."""
+
+    @functools.cache
+    def train(embeddings: str) -> Any:
+        folder = tmp_path_factory.mktemp(embeddings)
+        model = write_tiny_model(folder / "model", tied=embeddings == "tied", num_hidden_layers=4)
+        return model, folder, ranks.run(1, train_recorded, run_config(model, folder, STEPS))[0]
+
+    return train
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("reference", "name", "packing"), CASES, indirect=["reference"])
+@pytest.mark.parametrize(("embeddings", "name", "packing"), CASES)
 def test_same_training_in_every_layout(
-    name: str, packing: dict[str, Any] | None, reference: Any, ranks: RankPool
+    embeddings: str, name: str, packing: dict[str, Any] | None, reference: Any, ranks: RankPool
 ) -> None:
-    model, folder, expected = reference
+    model, folder, expected = reference(embeddings)
     world, parallel = PACKED_LAYOUTS[name]
     results = ranks.run(world, train_recorded, run_config(model, folder, STEPS, packing, **parallel))
     for rank, result in enumerate(results):
@@ -56,12 +64,12 @@ def test_same_training_in_every_layout(
     assert worst < 1e-5
 
 
-@pytest.mark.parametrize("reference", ["tied", "untied"], indirect=True)
-def test_training_changes_the_weights(reference: Any, ranks: RankPool) -> None:
+@pytest.mark.parametrize("embeddings", ["tied", "untied"])
+def test_training_changes_the_weights(embeddings: str, reference: Any) -> None:
     """Guards the comparison above: equal because trained alike, not because nothing happened."""
     from safetensors.torch import load_file
 
-    model, _, result = reference
+    model, _, result = reference(embeddings)
     start = load_file(model / "model.safetensors")
     moved = [k for k, v in result["weights"].items() if (v - start[k]).abs().max() > 1e-4]
     assert len(moved) == len(start)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from megatron_grpo.config import RunConfig
 from megatron_grpo.config.loss import ClippedPGLossConfig
 from tests.rank_pool import RankPool
-from tests.recorded_training import run_config
+from tests.recorded_training import recorded_rollouts, run_config
 from tests.tiny_model import write_tiny_model
 
 PROMPT, RESPONSES = 5, [1, 9, 4, 12, 2, 7, 3]
@@ -202,3 +203,67 @@ def test_the_schedule_counts_optimizer_steps_and_log_probs_do_not_see_neighbours
     torch.testing.assert_close(result["logprobs"], result["alone"], rtol=1e-5, atol=1e-5)
     assert result["none"] == (0, 20)
     assert result["training"]
+
+
+def steps_of_one_row(rank: int, world: int, config: RunConfig) -> dict[str, Any]:
+    """A whole step on one group of four rollouts, each an optimizer step of its own: other replicas hold no row."""
+    from megatron_grpo.algorithms.advantage_estimator import make_advantage_estimator
+    from megatron_grpo.algorithms.loss.loss_functions import ClippedPGLossFn
+    from megatron_grpo.observability.timers import StepTimer
+    from megatron_grpo.parallel.layout import broadcast_from_leader, initialize_layout
+    from megatron_grpo.parallel.reductions import MetricReducer
+    from megatron_grpo.policy.experience import Experience
+    from megatron_grpo.policy.packing import train_rule
+    from megatron_grpo.policy.policy import MegatronPolicy
+    from megatron_grpo.refit.monitor import LogprobErrorMonitor
+    from megatron_grpo.training.exchange import exchange
+    from megatron_grpo.training.grpo import GRPO
+
+    layout = initialize_layout(**config.policy.parallel.group_sizes())
+    policy = MegatronPolicy(
+        config.policy, layout, temperature=1.0, total_optimizer_steps=4, with_reference=True
+    )
+    monitor, reported = LogprobErrorMonitor(config.grpo, layout), {}
+
+    class Feed:
+        metrics: ClassVar[dict[str, float]] = {}
+
+        def next(self, step: int) -> Experience:
+            group = recorded_rollouts(0, policy.vocab_size)[3] if layout.dp_rank == 0 else []
+            batch = exchange(group, layout, 4, 7, train_rule(config.policy, layout), names=[])
+            reported["rows"] = len(batch)
+            return batch
+
+    class Run:
+        stop_requested = False
+
+        def refit(self, version: int, batch: Experience) -> dict[str, float]:
+            rows = batch.rows(0, 2)
+            trainer = policy.logprobs(rows, temperature=1.0, micro_batch_size=1)
+            engine = trainer.clone()
+            broadcast_from_leader(engine, layout)
+            return monitor.check(trainer, engine, rows.token_mask, rows.sample_mask)[1]
+
+        def after_step(self, step: int, metrics: dict[str, float], *, last: bool) -> None:
+            reported["metrics"] = {k: v for k, v in metrics.items() if not k.startswith("time/")}
+
+    GRPO(
+        policy, Feed(), ClippedPGLossFn(config.loss_fn),
+        make_advantage_estimator(config.grpo, config.loss_fn, layout.dp_group), monitor, MetricReducer(layout),
+        StepTimer(),
+    ).train(Run(), 0, 1)  # fmt: skip
+    return reported
+
+
+@pytest.mark.timeout(240)
+def test_a_replica_without_any_row_takes_part_in_the_whole_step(model: Path, ranks: RankPool) -> None:
+    packing = {"enabled": True, "train_mb_tokens": 64}
+    (want,) = ranks.run(1, steps_of_one_row, run_config(model, model.parent, 1))
+    results = ranks.run(
+        4, steps_of_one_row, run_config(model, model.parent, 1, packing, context_parallel_size=2)
+    )
+    assert sorted(result["rows"] for result in results) == [0, 0, 4, 4]
+    for got in results:
+        assert got["metrics"].keys() == want["metrics"].keys()
+        for name, value in want["metrics"].items():
+            assert got["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name

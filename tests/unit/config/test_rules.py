@@ -112,7 +112,10 @@ def test_a_configuration_cannot_be_changed() -> None:
             },
             "async_grpo.enabled is true, but this version trains synchronously only; set it to false",
         ),
-        ({"grpo": {"dynamic_sampling_max_gen_batches": 0}}, "dynamic_sampling_max_gen_batches\n.*greater than 0"),
+        (
+            {"grpo": {"dynamic_sampling_max_gen_batches": 0}},
+            "dynamic_sampling_max_gen_batches\n.*greater than 0",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_keys_and_values(changes: dict[str, Any], message: str) -> None:
@@ -143,7 +146,9 @@ def test_data_parallel_size_follows_from_the_world() -> None:
     assert layout.data_parallel_size(24) == 3
     with pytest.raises(ValueError, match="world size 12 is not a multiple of TP 2 x PP 2 x CP 2 = 8"):
         layout.data_parallel_size(12)
-    with pytest.raises(ValueError, match="world size 6 is not a multiple of expert-TP 1 x EP 4 x PP 1 = 4; start 4"):
+    with pytest.raises(
+        ValueError, match="world size 6 is not a multiple of expert-TP 1 x EP 4 x PP 1 = 4; start 4"
+    ):
         parallel(expert=4).data_parallel_size(6)
 
 
@@ -220,3 +225,61 @@ def test_micro_batches_are_of_one_size(policy: dict[str, Any], message: str) -> 
     config = RunConfig.model_validate(values(policy=policy))
     with pytest.raises(ValueError, match=message):
         config.check_world_size(2 * config.policy.parallel.model_parallel_size)
+
+
+PACKED = {"enabled": True}
+
+
+def test_token_budgets_follow_from_the_batch_sizes() -> None:
+    policy = RunConfig.model_validate(values(policy={"sequence_packing": PACKED})).policy
+    assert policy.train_mb_tokens == policy.logprob_mb_tokens == 64
+    sizes = {"train_micro_batch_size": 2, "logprob_batch_size": 5, "max_total_sequence_length": 65}
+    cp = {"parallel": {"context_parallel_size": 4}}  # sequences are padded to a multiple of 8
+    policy = RunConfig.model_validate(values(policy={"sequence_packing": PACKED} | sizes | cp)).policy
+    assert (policy.train_mb_tokens, policy.logprob_mb_tokens) == (2 * 72, 5 * 72)
+    explicit = {"sequence_packing": PACKED | {"train_mb_tokens": 100}}
+    policy = RunConfig.model_validate(values(policy=explicit)).policy
+    assert (policy.train_mb_tokens, policy.logprob_mb_tokens) == (100, 64)
+    policy = RunConfig.model_validate(values()).policy
+    assert (policy.train_mb_tokens, policy.logprob_mb_tokens) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (
+            {"sequence_packing": PACKED | {"train_mb_tokens": 63}},
+            "sequence_packing.train_mb_tokens 63 is below max_total_sequence_length 64; raise it to at least 64",
+        ),
+        (
+            {
+                "sequence_packing": PACKED | {"logprob_mb_tokens": 70},
+                "max_total_sequence_length": 65,
+                "parallel": {
+                    "context_parallel_size": 2,
+                    "tensor_model_parallel_size": 2,
+                    "sequence_parallel": True,
+                },
+            },
+            r"sequence_packing.logprob_mb_tokens 70 is below max_total_sequence_length 65 \+ 7 of padding for context "
+            "and sequence parallelism; raise it to at least 72",
+        ),
+        (
+            {"sequence_packing": {"train_mb_tokens": 4096}},
+            "sequence_packing.train_mb_tokens is 4096 but sequence_packing.enabled is false; set enabled to true",
+        ),
+    ],
+)
+def test_a_token_budget_holds_the_longest_sequence(policy: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RunConfig.model_validate(values(policy=policy))
+
+
+def test_packed_micro_batches_need_no_divisor() -> None:
+    policy = {"train_micro_batch_size": 3, "logprob_batch_size": 5, "train_global_batch_size": 2}
+    with pytest.raises(ValueError, match="policy.train_global_batch_size 2 is not a multiple"):
+        RunConfig.model_validate(values(policy=policy)).check_world_size(4)
+    packed = RunConfig.model_validate(values(policy=policy | {"sequence_packing": PACKED}))
+    packed.check_world_size(4)
+    with pytest.raises(ValueError, match="grpo.num_prompts_per_step 8 is not a multiple"):
+        packed.check_world_size(3)
