@@ -56,7 +56,7 @@ class Experience:
     @property
     def lengths(self) -> Tensor:
         """[B] int64: tokens of each row up to its last response token; what follows changes nothing."""
-        return (self.token_mask > 0).mul(torch.arange(1, self.tokens.size(1) + 1)).amax(1).clamp(min=1)
+        return _lengths(self.token_mask)
 
     def rows(self, start: int, stop: int) -> Experience:
         """Rows [start, stop) as views, for one optimizer step."""
@@ -74,6 +74,10 @@ class Experience:
             stop = start + sum(sizes)
             yield replace(self.rows(start, stop), microbatch_sizes=(sizes,))
             start = stop
+
+
+def _lengths(token_mask: Tensor) -> Tensor:
+    return (token_mask > 0).mul(torch.arange(1, token_mask.size(1) + 1)).amax(1).clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class MicroBatch:
         if not len(index):
             lengths = torch.tensor([rule.multiple])
         elif packed:
-            lengths = torch.from_numpy(rule.padded(experience.lengths[index].numpy()))
+            lengths = torch.from_numpy(rule.padded(_lengths(experience.token_mask[index]).numpy()))
         else:
             lengths = torch.full((len(index),), experience.tokens.size(1))
         sequence, position = (torch.from_numpy(x) for x in local_tokens(lengths.numpy(), cp_rank, cp))

@@ -7,6 +7,7 @@ quotient is the loss of ``SEMANTICS``, for every layout and every cut into micro
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -160,7 +161,7 @@ class MegatronPolicy:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        microbatches = self._cut(minibatch, self._train_rule)
+        microbatches = self._cut(minibatch, self._train_rule, minibatch.microbatch_sizes)
         outputs = self._run_schedule(microbatches, loss, forward_only=False)
         return MetricReducer.merge(outputs)
 
@@ -170,15 +171,17 @@ class MegatronPolicy:
 
     # ---- micro-batches through Megatron's schedules
 
-    def _cut(self, batch: Experience, rule: MicroBatchRule) -> list[MicroBatch]:
-        """The micro-batches of one pass: as the exchange planned them, otherwise cut here.
+    def _cut(
+        self, batch: Experience, rule: MicroBatchRule, planned: Sequence[Sequence[int]] | None = None
+    ) -> list[MicroBatch]:
+        """The micro-batches of one pass: of the sizes ``planned`` for its one step, otherwise as the rule says.
 
         Collective over data parallelism when it packs: all ranks run equally many.
         """
         bins: list[Sequence[int]]
-        if batch.microbatch_sizes is not None and rule is self._train_rule:
-            (sizes,) = batch.microbatch_sizes
-            ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        if planned is not None:
+            (sizes,) = planned
+            ends = itertools.accumulate(sizes)
             bins = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         elif rule.tokens is None:
             rows = range(len(batch))
@@ -253,7 +256,8 @@ class MegatronPolicy:
         batch = microbatch.experience
         mask = _on_device(microbatch.take_next(batch.token_mask * batch.sample_mask[:, None])) == 0
         if self.config.parallel.sequence_parallel and not get_attr_wrapped_model(chunk, "pre_process"):
-            mask = mask.chunk(self.layout.tp, dim=1)[self.layout.tp_rank]  # Megatron cuts it on the first stage only
+            # Megatron cuts it on the first stage only
+            mask = mask.chunk(self.layout.tp, dim=1)[self.layout.tp_rank]
         return mask
 
     def _loss_inputs(self, mb: MicroBatch, version: int) -> LossInputs:
