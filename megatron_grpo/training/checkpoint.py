@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_grpo.parallel.layout import ParallelLayout
+from megatron_grpo.policy.optimizer import ensure_state
 from megatron_grpo.policy.policy import MegatronPolicy
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Checkpointer:
             temporary.mkdir(parents=True)
             (temporary / "model").mkdir()
         dist.barrier()
+        ensure_state(policy.optimizer)
         dist_checkpointing.save(
             _sharded_state(policy, self.layout, loading=False),
             str(temporary / "model"),
@@ -97,7 +99,7 @@ class Checkpointer:
             (temporary / f"rollouts_{self.layout.dp_rank:05d}.json").write_text(json.dumps(rollouts))
         dist.barrier()
         if self.layout.rank == 0:
-            state = {"step": step, "world_size": self.layout.world_size,
+            state = {"step": step, "world_size": self.layout.world_size, "experts_apart": _experts_apart(policy),
                      "scheduler": policy.scheduler.state_dict(), **trainer_state}  # fmt: skip
             (temporary / "trainer.json").write_text(json.dumps(state, indent=1))
             _sync_tree(temporary)
@@ -111,7 +113,20 @@ class Checkpointer:
         return final
 
     def load(self, policy: MegatronPolicy, path: Path) -> dict[str, Any]:
-        """Restore model, optimizer, schedule and random state; returns what ``save`` was given, plus ``step``."""
+        """Restore model, optimizer, schedule and random state; returns what ``save`` was given, plus ``step``.
+
+        Raises:
+            CheckpointError: its experts had process groups of their own and this layout's have not, or the reverse.
+        """
+        trainer: dict[str, Any] = json.loads((path / "trainer.json").read_text())
+        apart = _experts_apart(policy)
+        if trainer.get("experts_apart", False) != apart:
+            raise CheckpointError(
+                f"{path} was written with policy.parallel.expert_model_parallel_size "
+                f"{'1 and' if apart else 'above 1, or'} expert_tensor_parallel_size "
+                f"{'equal to' if apart else 'other than'} tensor_model_parallel_size, which Megatron's optimizer "
+                "state depends on; resume in such a layout, or start a new run from an export"
+            )
         for optimizer in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
             if hasattr(optimizer, "_init_optimizer_states_with_dummy_values"):
                 optimizer._init_optimizer_states_with_dummy_values()
@@ -121,7 +136,6 @@ class Checkpointer:
         for name, chunk in _named_chunks(policy):
             chunk.load_state_dict(state[name])
         policy.optimizer.load_state_dict(state["optimizer"])
-        trainer: dict[str, Any] = json.loads((path / "trainer.json").read_text())
         policy.scheduler.load_state_dict(trainer["scheduler"])
         if trainer["world_size"] == self.layout.world_size:
             _restore_random_state(load_file(path / f"rng_{self.layout.rank:05d}.safetensors"))
@@ -141,6 +155,11 @@ class Checkpointer:
         complete = sorted(p for p in self.folder.glob("step_*") if p.is_dir() and p.suffix != ".tmp")
         for path in [p for p in complete if p != newest][: max(0, len(complete) - self.keep)]:
             shutil.rmtree(path)
+
+
+def _experts_apart(policy: MegatronPolicy) -> bool:
+    """Whether expert parameters are reduced over process groups, and stepped by an optimizer, of their own."""
+    return len(getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])) > 1
 
 
 def _named_chunks(policy: MegatronPolicy) -> list[tuple[str, GPTModel]]:
