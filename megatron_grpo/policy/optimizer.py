@@ -117,6 +117,31 @@ def _finalize_model_grads(
     finalize_model_grads(model, None if num_tokens is None else num_tokens.double(), **kwargs)
 
 
+def ensure_state(optimizer: MegatronOptimizer) -> None:
+    """Give an optimizer that has not taken a step the state it starts from: it could not be saved without one.
+
+    Adam makes its state in its first step; this one has gradients and a learning rate of 0, and is not counted.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        if inner is None or inner.state:
+            continue
+        rates = [group["lr"] for group in inner.param_groups]
+        for group in inner.param_groups:
+            group["lr"] = 0.0
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        inner.step()
+        inner.zero_grad()
+        for group, rate in zip(inner.param_groups, rates, strict=True):
+            group["lr"] = rate
+            if "step" in group:  # fused Adam counts per group, torch's per parameter
+                group["step"] = 0
+        for state in inner.state.values():
+            if "step" in state:
+                state["step"].zero_()
+
+
 def check_loss_contract(chunks: Sequence[DistributedDataParallel]) -> None:
     """Megatron must sum gradients and divide once, by the token count that the loss returns.
 

@@ -28,6 +28,10 @@ def none_from_the_fifth(group_id: int) -> list[float]:
     return MIXED if group_id < 4 else EQUAL
 
 
+def only_from_the_fifth(group_id: int) -> list[float]:
+    return EQUAL if group_id < 4 else MIXED
+
+
 def components(group_id: int) -> list[dict[str, float]]:
     """All totals are 1. One component of every second group varies."""
     first = [float(i % 2) for i in range(4)] if group_id % 2 else EQUAL
@@ -155,3 +159,17 @@ def test_a_step_with_every_row_masked_changes_no_bit(ranks: RankPool, folder: Pa
         for step in result["steps"]:
             assert step["seq_logprob_error_flagged_fraction"] == 1
             assert step["optimizer_steps_skipped"] == 2
+
+
+@pytest.mark.timeout(240)
+def test_a_checkpoint_from_before_the_first_update(ranks: RankPool, folder: Path) -> None:
+    def run(name: str, stop_after: int | None = None) -> dict[str, Any]:
+        settings = config(folder, 2).model_copy(update={"run_dir": folder / name})
+        return ranks.run(2, train_recorded, settings, stop_after, only_from_the_fifth)[0]
+
+    whole, first, second = run("whole"), run("halves", 1), run("halves")
+    assert [step["optimizer_steps_skipped"] for step in whole["steps"]] == [2, 0]
+    assert first["steps"] + second["steps"] == whole["steps"]
+    assert second["digests"][-1] == whole["digests"][-1]
+    for name, weight in whole["weights"].items():
+        assert torch.equal(second["weights"][name], weight)
