@@ -70,7 +70,7 @@ class PolicyConfig(Config):
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     precision: Literal["bf16", "fp32", "fp64"] = Field(
         "bf16",
-        description="bf16 keeps fp32 main parameters; fp64 is what doctor parallel compares in, and no run's",
+        description="bf16 keeps fp32 main parameters; fp64 is for doctor parallel and tests, which compare in it; refused for a run",
     )
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig
@@ -99,20 +99,6 @@ class PolicyConfig(Config):
             raise ValueError(
                 f"moe_aux_loss_coeff is {self.moe_aux_loss_coeff} and sequence_packing.enabled is true; Megatron does "
                 "not tell the router where packed sequences end: set the former to 0 or the latter to false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _fp64_is_local(self) -> PolicyConfig:
-        if self.precision == "fp64" and self.layer_spec != "local":
-            raise ValueError(
-                f"precision is fp64 and layer_spec is {self.layer_spec}; only the local layers compute in float64: "
-                "set layer_spec to local"
-            )
-        if self.precision == "fp64" and self.optimizer.use_distributed_optimizer:
-            raise ValueError(
-                "precision is fp64 and optimizer.use_distributed_optimizer is true; Megatron's distributed "
-                "optimizer knows no float64: set it to false"
             )
         return self
 

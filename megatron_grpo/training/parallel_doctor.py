@@ -117,12 +117,12 @@ def examine(examination: Examination, store: Store, rank: int, say: Say) -> None
                 outcomes = [_get(store, f"{factor.name}/{r}") for r in range(factor.ranks)]
                 agrees, text, trace = _judged(outcomes, _precision(factor))
                 say(f"{factor.name:12} {'ok' if agrees else 'DISAGREES':10} {text}  ({_described(factor)})")
-                if not agrees and first is None:
-                    first = factor.name
-                    for line in trace:
-                        say(f"    {line}")
-                store.set(f"{factor.name}/done", "")
-            store.wait([f"{factor.name}/done"])
+                for line in trace:
+                    say(f"    {line}")
+                first = first or (None if agrees else factor.name)
+                _put(store, f"{factor.name}/failed", bool(trace))
+            if _get(store, f"{factor.name}/failed"):
+                break  # what ranks that waited for the failed one hold is of no use to the next factor
         if rank == 0:
             say(_conclusion(first))
             store.set(_VERDICT, "0" if first is None else "1")
