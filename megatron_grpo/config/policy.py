@@ -70,7 +70,7 @@ class PolicyConfig(Config):
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     precision: Literal["bf16", "fp32", "fp64"] = Field(
         "bf16",
-        description="bf16 keeps fp32 main parameters; fp64 is for doctor parallel and tests, which compare in it; refused for a run",
+        description="bf16 keeps fp32 main parameters; fp64 is refused for a run: doctor parallel compares in it",
     )
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig

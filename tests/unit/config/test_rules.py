@@ -277,9 +277,9 @@ def test_a_token_budget_holds_the_longest_sequence(policy: dict[str, Any], messa
 
 def test_packed_micro_batches_need_no_divisor() -> None:
     policy = {"train_micro_batch_size": 3, "logprob_batch_size": 5, "train_global_batch_size": 2}
-    with pytest.raises(ValueError, match="policy.train_global_batch_size 2 is not a multiple"):
+    with pytest.raises(ValueError, match=r"policy\.train_global_batch_size 2 is not a multiple"):
         RunConfig.model_validate(values(policy=policy)).check_world_size(4)
     packed = RunConfig.model_validate(values(policy=policy | {"sequence_packing": PACKED}))
     packed.check_world_size(4)
-    with pytest.raises(ValueError, match="grpo.num_prompts_per_step 8 is not a multiple"):
+    with pytest.raises(ValueError, match=r"grpo\.num_prompts_per_step 8 is not a multiple"):
         packed.check_world_size(3)
