@@ -1,9 +1,10 @@
 # make quickstart: set up, then train a tiny policy end to end.   make test: set up, then all tests.
+# make differential: the loss in every layout against one process, all generated cases.
 SHELL := /bin/bash
 PY := .venv/bin/python
 CONFIG := configs/quickstart.yaml
 
-.PHONY: quickstart test lint setup gpu-env clean
+.PHONY: quickstart test differential lint setup gpu-env clean
 
 quickstart: setup
 	@$(PY) tools/warm_start.py --config $(CONFIG) $(OVERRIDES)
@@ -11,6 +12,9 @@ quickstart: setup
 
 test: setup lint
 	$(PY) -m pytest tests
+
+differential: setup
+	OMP_NUM_THREADS=1 $(PY) -W ignore -m tests.distributed.differential $(ARGS)
 
 lint: setup
 	.venv/bin/ruff check .

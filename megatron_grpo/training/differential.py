@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -129,13 +131,17 @@ def solve(problem: Problem, layout: ParallelLayout) -> tuple[Experience, Answer]
     load_hf_weights(model, directory, layout)
     vocab = directory.config["vocab_size"]
     batch = _prompts_and_responses(problem.batch, vocab)
-    logprobs = _row_by_row(model[0], batch.tokens, vocab, problem.temperature)  # [B, S]
+    logprobs = _row_by_row(model[0], batch, vocab, problem.temperature)  # [B, S]
     batch = _with_recorded_logprobs(batch, logprobs.detach(), problem.batch)
     output = ClippedPGLossFn(problem.loss_fn)(logprobs.flatten(), _whole_batch(batch))
-    torch.autograd.backward(output.loss_sum / output.num_tokens)
+    # router losses are attached to the model's graph, as sums over tokens, and divided with the loss
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=platform.device()))
+    torch.autograd.backward(output.loss_sum)
     gradients = {}
     with _gradients_as_weights(model, "grad"):
-        gradients = {name: g for name, g in iter_hf_weights(model, directory, layout) if g is not None}
+        for name, gradient in iter_hf_weights(model, directory, layout):
+            assert gradient is not None  # one rank is its own leader
+            gradients[name] = gradient / output.num_tokens
     metrics = {name: metric.value() for name, metric in output.metrics.items()}
     answer = Answer(
         {name: value for name, value in metrics.items() if value is not None},
@@ -145,13 +151,16 @@ def solve(problem: Problem, layout: ParallelLayout) -> tuple[Experience, Answer]
     return batch, answer
 
 
-def _row_by_row(model: torch.nn.Module, tokens: Tensor, vocab: int, temperature: float) -> Tensor:
+def _row_by_row(model: GPTModel, batch: Experience, vocab: int, temperature: float) -> Tensor:
     """[B, S] log-prob of each token given those before it; entry 0 is zero."""
-    tokens = tokens.to(platform.device())
+    counts = batch.token_mask * batch.sample_mask[:, None]
+    padding = (torch.cat([counts[:, 1:], torch.zeros(len(batch), 1)], 1) == 0).to(platform.device())
+    with_router_losses = model.config.moe_aux_loss_coeff or model.config.moe_z_loss_coeff
     rows = []
-    for row in tokens:
+    for row, mask in zip(batch.tokens.to(platform.device()), padding, strict=True):
         positions = torch.arange(len(row), device=row.device)
-        logits = model(row[None], positions[None], None)[0, :-1, :vocab]  # [S - 1, vocab]
+        extra = {"padding_mask": mask[None]} if with_router_losses else {}
+        logits = model(row[None], positions[None], None, **extra)[0, :-1, :vocab]  # [S - 1, vocab]
         logprobs = torch.log_softmax(logits / temperature, -1).gather(1, row[1:, None]).squeeze(1)
         rows.append(torch.cat([logprobs.new_zeros(1), logprobs]))
     return torch.stack(rows)

@@ -60,7 +60,7 @@ def plan_examination(run: RunConfig, ranks: int | None = None) -> Examination:
     """
     try:
         hf_config = read_hf_config(run.policy.model_path)
-        describe_model(hf_config).check_layout(run.policy.parallel)
+        describe_model(hf_config).check_policy(run.policy)
         if ranks is not None:
             run.policy.parallel.data_parallel_size(ranks)
     except ValueError as error:
@@ -68,12 +68,14 @@ def plan_examination(run: RunConfig, ranks: int | None = None) -> Examination:
     limit = ranks or RANK_LIMIT
     wanted = run.policy.parallel
     replica, etp = wanted.model_parallel_size, wanted.expert_tensor_parallel_size
+    expert_ranks = wanted.expert_model_parallel_size * (etp or wanted.tensor_model_parallel_size)
+    per_replica = wanted.tensor_model_parallel_size * wanted.context_parallel_size
     sizes = {
         "TP": wanted.tensor_model_parallel_size,
         "PP": wanted.pipeline_model_parallel_size,
         "CP": wanted.context_parallel_size,
         "EP": wanted.expert_model_parallel_size,
-        "DP": max(1, limit // replica) if ranks is not None else 2,
+        "DP": max(1, limit // replica) if ranks is not None else max(2, expert_ranks // per_replica),
     }
     alone = {name: size if size <= limit else 2 for name, size in sizes.items()}
     vpp = wanted.virtual_pipeline_model_parallel_size or 1
@@ -192,6 +194,7 @@ def _shrunk_model(
         experts = max(4, 2 * math.lcm(alone["EP"], together["EP"]))
         small |= {
             "num_experts": experts, "num_local_experts": experts, "moe_intermediate_size": 8 * tp,
+            "decoder_sparse_step": 1, "mlp_only_layers": [],
             "num_experts_per_tok": min(hf_config["num_experts_per_tok"], experts // 2),
         }  # fmt: skip
     return {**hf_config, **small}

@@ -33,6 +33,7 @@ SP = {"sequence_parallel": True}
 PP2, PP4 = {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4}
 VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 CP2, CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
+EP2, ETP1 = {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}
 # ranks and factors; DP is what is left
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -65,6 +66,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp4_dp2": (8, PP4),
     "cp4_dp2": (8, CP4),
     "dp8": (8, {}),
+    # a model with experts, one layer dense
+    "moe": (1, {}),
+    "moe_ep2": (2, EP2),
+    "moe_cp2": (2, CP2),
+    "moe_tp2_sp_etp1": (2, TP2 | SP | ETP1),
+    "moe_tp2_sp_ep2": (4, TP2 | SP | EP2),
+    "moe_tp2_sp_ep2_etp1": (2, TP2 | SP | EP2 | ETP1),
+    "moe_vpp2_ep2": (4, VPP2 | EP2),
+    "moe_cp2_ep2": (2, CP2 | EP2),
+    "moe_ep2_dp4": (4, EP2),
+    "moe_ep4_cp2": (4, CP2 | {"expert_model_parallel_size": 4}),
+    "moe_tp2_sp_pp2_ep2": (8, TP2 | SP | PP2 | EP2),
+    "moe_tp2_sp_cp2_ep4_etp1": (8, TP2 | SP | CP2 | ETP1 | {"expert_model_parallel_size": 4}),
 }
 
 IS = {"use_importance_sampling_correction": True}
@@ -168,7 +182,11 @@ class Case:
 
     def model(self, folder: Path) -> Path:
         """Where :func:`write_models` puts the model of this case."""
-        return folder / f"{self.embeddings}{self.layers}"
+        return folder / f"{self.embeddings}{self.layers}{'moe' if self.has_experts else ''}"
+
+    @property
+    def has_experts(self) -> bool:
+        return self.layout.startswith("moe")
 
     def dealt(self) -> list[list[int]] | None:
         """Rows of each data-parallel rank, where they are not dealt evenly."""
@@ -200,6 +218,9 @@ class Case:
                     "train_mb_tokens": cut.get("tokens"),
                     "logprob_mb_tokens": 2 * cut["tokens"] if "tokens" in cut else None,
                 },
+                # Megatron's router does not see where packed sequences end, which the first of them needs
+                "moe_aux_loss_coeff": 0.1 if self.has_experts and "tokens" not in cut else 0.0,
+                "moe_z_loss_coeff": 0.01 if self.has_experts else 0.0,
                 "precision": precision,
                 "layer_spec": "local",
                 "parallel": LAYOUTS[self.layout][1],
@@ -261,8 +282,15 @@ def write_models(folder: Path, cases: Sequence[Case]) -> None:
 
 
 def _hf_config(case: Case) -> dict[str, Any]:
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    }
     return {
-        "architectures": ["Qwen3ForCausalLM"],
+        **(experts | {"mlp_only_layers": [1]} if case.has_experts else {}),
+        "architectures": ["Qwen3MoeForCausalLM" if case.has_experts else "Qwen3ForCausalLM"],
         "vocab_size": 61,
         "hidden_size": 16,
         "intermediate_size": 32,
