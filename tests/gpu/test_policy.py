@@ -47,7 +47,8 @@ def test_logprobs_equal_transformers_and_a_step_lowers_the_loss(
 
     model = write_tiny_model(tmp_path / "model")
     config = run_config(model, tmp_path, 1)
-    policy_config = config.policy.model_copy(update={"precision": precision})
+    optimizer = config.policy.optimizer.model_copy(update={"lr": 1e-4})  # more would overshoot in one step
+    policy_config = config.policy.model_copy(update={"precision": precision, "optimizer": optimizer})
     policy = MegatronPolicy(
         policy_config, layout, temperature=1.0, total_optimizer_steps=4, with_reference=False
     )
