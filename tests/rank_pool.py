@@ -74,7 +74,7 @@ class RankPool:
             there.close()
             self._workers.append((process, here))
 
-    def run(self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    def run(self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
         """Run ``fn(rank, world_size, *args)`` on every rank; the results in rank order."""
         if world_size > self.size:
             raise ValueError(f"world size {world_size} exceeds the pool of {self.size}")

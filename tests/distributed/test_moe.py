@@ -65,7 +65,7 @@ def test_logits_and_export_equal_hugging_face(
     path, expected = models[layout != "one_rank"]
     out = tmp_path / "export"
     packed = layout in ("one_rank", "tp2_ep2")
-    results = ranks.run(world, check_layout_job, str(path), parallel, expected, packed, str(out), timeout=240)
+    results = ranks.run(world, check_layout_job, str(path), parallel, expected, packed, str(out))
     errors = [error for error, _ in results if error >= 0]
     assert len(errors) == world // parallel.get("pipeline_model_parallel_size", 1)
     assert max(errors) < 1e-5
@@ -124,7 +124,7 @@ def test_same_training_in_every_layout(layout: str, model: Path, references: Any
     """Router losses included."""
     world, parallel = LAYOUTS[layout]
     config = moe_run_config(model, model.parent, ROUTER_LOSSES, **parallel)
-    assert_same_training(ranks.run(world, train_recorded, config, timeout=240), references(ROUTER_LOSSES))
+    assert_same_training(ranks.run(world, train_recorded, config), references(ROUTER_LOSSES))
 
 
 @pytest.mark.timeout(300)
@@ -143,7 +143,7 @@ def test_same_training_with_other_micro_batches(
     world = 1 if not parallel else 4 if "tensor_model_parallel_size" in parallel else 2
     config = moe_run_config(model, model.parent, policy, **parallel)
     losses = {key: policy[key] for key in ROUTER_LOSSES if key in policy}
-    assert_same_training(ranks.run(world, train_recorded, config, timeout=240), references(losses))
+    assert_same_training(ranks.run(world, train_recorded, config), references(losses))
 
 
 def test_router_losses_change_the_training(references: Any) -> None:
@@ -213,11 +213,11 @@ def test_resumes_in_the_same_and_in_another_expert_layout(
     model: Path, references: Any, ranks: RankPool, tmp_path: Path
 ) -> None:
     config = moe_run_config(model, tmp_path, {}, expert_model_parallel_size=2)
-    ranks.run(2, train_recorded, config, 2, timeout=240)
+    ranks.run(2, train_recorded, config, 2)
     shutil.copytree(tmp_path / "checkpoints", tmp_path / "other" / "checkpoints")
-    resumed = ranks.run(2, train_recorded, config, timeout=240)[0]
+    resumed = ranks.run(2, train_recorded, config)[0]
     other = moe_run_config(model, tmp_path / "other", {}, **LAYOUTS["tp2_etp1"][1])
-    moved = ranks.run(2, train_recorded, other, timeout=240)[0]
+    moved = ranks.run(2, train_recorded, other)[0]
     for result in (resumed, moved):
         assert len(result["steps"]) == 1
         for name, want in references({})["weights"].items():
@@ -225,4 +225,4 @@ def test_resumes_in_the_same_and_in_another_expert_layout(
             assert error < 1e-5, name
     merged = moe_run_config(model, tmp_path / "other", {}, **TP2)
     with pytest.raises(RuntimeError, match="expert_model_parallel_size above 1, or"):
-        ranks.run(2, train_recorded, merged, timeout=240)
+        ranks.run(2, train_recorded, merged)
