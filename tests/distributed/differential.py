@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import logging
 import random
 import sys
 import tempfile
@@ -17,12 +18,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.loss import ClippedPGLossConfig
 from megatron_grpo.config.parallel import ParallelConfig
 from megatron_grpo.config.policy import PolicyConfig
 from tests.rank_pool import RankPool
+
+if TYPE_CHECKING:
+    from megatron_grpo.parallel.layout import ParallelLayout
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
 CASES_PER_LAYOUT = 7
@@ -304,14 +308,20 @@ def _hf_config(case: Case) -> dict[str, Any]:
     }
 
 
+def _layout(parallel: ParallelConfig) -> ParallelLayout:
+    from megatron_grpo.parallel.layout import initialize_layout
+
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # every model that is built warns about its class
+    return initialize_layout(**parallel.group_sizes(), timeout_s=TIMEOUT_S)
+
+
 def solve_all(rank: int, world: int, cases: Sequence[Case], folder: Path) -> None:
     """The reference's answers to all cases, one file each."""
     import torch
 
-    from megatron_grpo.parallel.layout import initialize_layout
     from megatron_grpo.training.differential import solve
 
-    layout = initialize_layout(timeout_s=TIMEOUT_S)
+    layout = _layout(ParallelConfig())
     for case in cases:
         torch.save(solve(case.problem(folder), layout), folder / f"{case.name}.pt")
 
@@ -320,11 +330,10 @@ def check_all(rank: int, world: int, cases: Sequence[Case], folder: Path, precis
     """The differences of each of ``cases``, which are of one layout, on this rank."""
     import torch
 
-    from megatron_grpo.parallel.layout import initialize_layout
     from megatron_grpo.policy.policy import MegatronPolicy
     from megatron_grpo.training.differential import answer_in_layout, differences
 
-    layout = initialize_layout(**cases[0].parallel.group_sizes(), timeout_s=TIMEOUT_S)
+    layout = _layout(cases[0].parallel)
     results = []
     for case in cases:
         batch, expected = torch.load(folder / f"{case.name}.pt", weights_only=False)

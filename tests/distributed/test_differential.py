@@ -218,7 +218,10 @@ def _crashing_rank(examination: Any, store: Any, rank: int, say: Any) -> None:
 def test_the_doctor_names_the_first_factor_that_is_wrong(
     config: Path, capfd: pytest.CaptureFixture[str], entry: Any, text: str
 ) -> None:
-    with mock.patch("megatron_grpo.training.parallel_doctor.examine", entry):
+    with (
+        mock.patch("megatron_grpo.training.parallel_doctor.examine", entry),
+        mock.patch("megatron_grpo.training.parallel_factors.RANK_LIMIT", 2),
+    ):
         status, lines = doctor(config, capfd)
     assert status == 1
     verdicts = _verdicts(lines)
