@@ -309,8 +309,11 @@ def _hf_config(case: Case) -> dict[str, Any]:
 
 
 def _layout(parallel: ParallelConfig) -> ParallelLayout:
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
     from megatron_grpo.parallel.layout import initialize_layout
 
+    destroy_moe_metrics_tracker()
     logging.getLogger("megatron").setLevel(logging.ERROR)  # every model that is built warns about its class
     return initialize_layout(**parallel.group_sizes(), timeout_s=TIMEOUT_S)
 
@@ -318,11 +321,13 @@ def _layout(parallel: ParallelConfig) -> ParallelLayout:
 def solve_all(rank: int, world: int, cases: Sequence[Case], folder: Path) -> None:
     """The reference's answers to all cases, one file each."""
     import torch
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     from megatron_grpo.training.differential import solve
 
     layout = _layout(ParallelConfig())
     for case in cases:
+        destroy_moe_metrics_tracker()  # it has room for the layers of the first model that it sees
         torch.save(solve(case.problem(folder), layout), folder / f"{case.name}.pt")
 
 
