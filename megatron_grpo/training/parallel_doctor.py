@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.spawn import start_processes
 
@@ -73,16 +73,19 @@ def diagnose(run: RunConfig, say: Say) -> int:
         return int(store.get(_VERDICT))
 
     examination = plan_examination(run)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    start_processes(  # type: ignore[no-untyped-call]
-        _start_rank, (examination, store.port, say, examine), examination.ranks, start_method="spawn"
-    )
-    return int(store.get(_VERDICT))
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # a file of this user alone: what is in the store is unpickled
+        path = os.path.join(folder, "store")
+        start_processes(  # type: ignore[no-untyped-call]
+            _start_rank, (examination, path, say, examine), examination.ranks, start_method="spawn"
+        )
+        return int(FileStore(path, -1).get(_VERDICT))
 
 
-def _start_rank(rank: int, examination: Examination, port: int, say: Say, entry: Callable[..., None]) -> None:
-    entry(examination, TCPStore("127.0.0.1", port), rank, say)
+def _start_rank(rank: int, examination: Examination, path: str, say: Say, entry: Callable[..., None]) -> None:
+    entry(examination, FileStore(path, -1), rank, say)
 
 
 def examine(examination: Examination, store: Store, rank: int, say: Say) -> None:
