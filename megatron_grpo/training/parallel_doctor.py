@@ -8,9 +8,9 @@ This module imports no Megatron: on a CPU the platform goes in first, in each ra
 
 from __future__ import annotations
 
+import io
 import logging
 import os
-import pickle
 import tempfile
 import time
 import traceback
@@ -199,11 +199,18 @@ def _world(
 
 
 def _put(store: Store, key: str, value: Any) -> None:
-    store.set(key, pickle.dumps(value))  # type: ignore[arg-type]
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    store.set(key, buffer.getvalue())  # type: ignore[arg-type]
 
 
 def _get(store: Store, key: str) -> Any:
-    return pickle.loads(store.get(key))
+    """Tensors and these types only: whoever reaches the store's port can write to it."""
+    from megatron_grpo.policy.experience import Experience
+    from megatron_grpo.training.differential import Answer, Difference
+
+    with torch.serialization.safe_globals([_Outcome, Answer, Difference, Experience]):
+        return torch.load(io.BytesIO(store.get(key)), weights_only=True)
 
 
 # ---- what is said
