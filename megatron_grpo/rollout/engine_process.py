@@ -168,6 +168,9 @@ class EngineProcess:
             visible = [d for d in parent.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
             device = visible[self._cuda_device] if visible else str(self._cuda_device)
             return environment | {"CUDA_VISIBLE_DEVICES": device}
+        if self.config.enforce_eager:
+            # vLLM compiles a helper of its sampler all the same, with a C++ compiler, at the first request
+            environment["TORCHDYNAMO_DISABLE"] = "1"
         return environment | {
             "OMP_NUM_THREADS": str(self.config.cpu_threads),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",

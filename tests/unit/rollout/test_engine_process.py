@@ -47,8 +47,11 @@ def test_command_line_and_environment_on_a_cpu(model: Path) -> None:
         "TORCHELASTIC_RUN_ID": "x",
     }
     environment = engine._environment({"PATH": "/bin", "HOME": "/h"} | torchrun)
+    engine.config = engine.config.model_copy(update={"enforce_eager": True})
+    assert engine._environment({})["TORCHDYNAMO_DISABLE"] == "1"
     engine.stop()
 
+    assert "TORCHDYNAMO_DISABLE" not in environment
     assert engine.key not in " ".join(command)
     assert environment[KEY_VARIABLE] == engine.key
     assert len(engine.key) >= 32
