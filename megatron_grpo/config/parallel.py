@@ -40,6 +40,12 @@ class ParallelConfig(Config):
             self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         )
 
+    @property
+    def sequence_multiple(self) -> int:
+        """Sequences are padded to a multiple of this: 2 x CP chunks, and TP equal parts under SP."""
+        chunks = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        return chunks * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+
     def group_sizes(self) -> dict[str, Any]:
         """The arguments of ``parallel.layout.initialize_layout``."""
         return {key: value for key, value in self if key != "sequence_parallel"}

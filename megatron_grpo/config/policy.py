@@ -110,10 +110,7 @@ class PolicyConfig(Config):
     @property
     def longest_sequence(self) -> int:
         """``max_total_sequence_length`` with the padding that the layout needs."""
-        parallel = self.parallel
-        multiple = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        if parallel.context_parallel_size > 1:
-            multiple *= 2 * parallel.context_parallel_size
+        multiple = self.parallel.sequence_multiple
         return -(-self.max_total_sequence_length // multiple) * multiple
 
     @property

@@ -54,15 +54,10 @@ class MicroBatchRule:
         return lengths + self.attention_cost * lengths.astype(np.float64) ** 2
 
 
-def sequence_multiple(layout: ParallelLayout, sequence_parallel: bool) -> int:
-    """Sequences are padded to a multiple of this: 2 x CP chunks, and TP equal parts under SP."""
-    return (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if sequence_parallel else 1)
-
-
 def train_rule(policy: PolicyConfig, layout: ParallelLayout) -> MicroBatchRule:
     """Of forward and backward passes."""
     return MicroBatchRule(
-        multiple=sequence_multiple(layout, policy.parallel.sequence_parallel),
+        multiple=policy.parallel.sequence_multiple,
         rows=policy.train_micro_batch_size,
         tokens=policy.train_mb_tokens,
         at_a_time=layout.pp if layout.vpp > 1 else 1,

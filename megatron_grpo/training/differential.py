@@ -36,7 +36,6 @@ from megatron_grpo.parallel.reductions import MetricReducer
 from megatron_grpo.policy.experience import Experience
 from megatron_grpo.policy.model_builder import build_model_chunks
 from megatron_grpo.policy.optimizer import gradient_buffers
-from megatron_grpo.policy.packing import sequence_multiple
 from megatron_grpo.policy.policy import MegatronPolicy
 
 VERSION = 2  # of the weights that the batch would be on-policy for
@@ -270,7 +269,7 @@ def answer_in_layout(
         dtype=torch.int64,
     )
     width = batch.tokens.size(1)
-    mine = _padded(_rows(batch, rows), sequence_multiple(layout, policy.config.parallel.sequence_parallel))
+    mine = _padded(_rows(batch, rows), policy.config.parallel.sequence_multiple)
     logprobs = batch.tokens.new_zeros(batch.tokens.shape, dtype=torch.float64)
     logprobs[rows] = policy.logprobs(mine)[:, :width].double().cpu()
     metrics = policy.accumulate_gradients(mine, ClippedPGLossFn(problem.loss_fn), VERSION)
