@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
 from megatron_grpo.config import RunConfig
@@ -213,3 +214,16 @@ def digest(policy: Any) -> str:
     for tensor in tensors:
         content.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return content.hexdigest()
+
+
+def assert_same_training(results: list[Any], expected: Any) -> None:
+    """Metrics of every step on every rank, and the last weights, within 1e-5 of ``expected``."""
+    for rank, result in enumerate(results):
+        for step, (got, want) in enumerate(zip(result["steps"], expected["steps"], strict=True)):
+            assert got.keys() == want.keys()
+            for key, value in want.items():
+                assert got[key] == pytest.approx(value, rel=1e-5, abs=1e-6), (rank, step, key)
+    got, want = results[0]["weights"], expected["weights"]
+    assert got.keys() == want.keys()
+    worst = max(((got[k] - want[k]).abs().max() / want[k].abs().max()).item() for k in want)
+    assert worst < 1e-5

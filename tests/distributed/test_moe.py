@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from megatron_grpo.config import RunConfig
 from tests.distributed.test_models import VOCAB, check_layout_job, tokens
 from tests.rank_pool import RankPool
-from tests.recorded_training import recorded_rollouts, run_config, train_recorded
+from tests.recorded_training import assert_same_training, recorded_rollouts, run_config, train_recorded
 from tests.tiny_model import write_tiny_model
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -104,18 +104,6 @@ def references(model: Path, ranks: RankPool) -> Any:
         return known[str(losses)]
 
     return reference
-
-
-def assert_same_training(results: list[Any], expected: Any) -> None:
-    for rank, result in enumerate(results):
-        for step, (got, want) in enumerate(zip(result["steps"], expected["steps"], strict=True)):
-            assert got.keys() == want.keys()
-            for key, value in want.items():
-                assert got[key] == pytest.approx(value, rel=1e-5, abs=1e-6), (rank, step, key)
-    got, want = results[0]["weights"], expected["weights"]
-    assert got.keys() == want.keys()
-    worst = max(((got[k] - want[k]).abs().max() / want[k].abs().max()).item() for k in want)
-    assert worst < 1e-5
 
 
 @pytest.mark.timeout(300)
