@@ -139,22 +139,25 @@ def warm_start(config: RunConfig, recipe: Recipe | None = None) -> None:
 def build_tokenizer(questions: Sequence[Question], vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE with exactly ``vocab_size`` tokens and the chat template above.
 
-    Only pairs as frequent as the questions are merged: the words that every prompt repeats become one token each,
-    and what differs stays (nearly) one token per character, as the answers need it.
+    A digit is one token, as the answers need it. Between digits, merges cross words: what every prompt repeats
+    becomes one token, and a prompt is mostly its question.
     """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r"\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(r"\d"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        min_frequency=len(questions),
+        min_frequency=len(questions) // 4,
         special_tokens=[PAD, TURN_END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    core.train_from_iterator((f"{q.text} {answer_of(q)}" for q in questions), trainer)
+    core.train_from_iterator((text for q in questions for text in (q.text, answer_of(q))), trainer)
     # Not special, so that a sampled one is visible in the reply's text, and wrong.
     free = range(vocab_size - core.get_vocab_size() - len(ROLES))
     names = [*ROLES, *(f"<|reserved_{i}|>" for i in free)]

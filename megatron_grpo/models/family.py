@@ -2,7 +2,8 @@
 
 A family is one file with one function ``describe(hf_config) -> ModelDescription``, entered in
 ``models/registry.py`` under its HF architecture name. The function refuses, by key and value, every
-setting of the config that it does not carry over to Megatron.
+setting of the config that it does not carry over to Megatron. Describing a model does not import torch: ``plan``
+answers in a second.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class ModelDescription:
         vocab_size: rows of the HF embedding, without Megatron's padding.
         tied_embeddings: the output layer is the embedding; HF then stores no ``lm_head.weight``.
         rotary_base: theta of the rotary embedding.
-        transformer_config_kwargs: the arguments of Megatron's TransformerConfig that the architecture sets.
+        transformer_config_kwargs: the arguments of Megatron's TransformerConfig that the architecture sets;
+            ``activation_func`` by its name in ``torch.nn.functional``.
         weight_map: makes the mappings of all parameters, in export order, from the padded vocabulary size.
         num_experts, moe_ffn_hidden_size: routed experts of a mixture-of-experts layer, and features of one.
     """

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch.nn.functional as F
-
 from megatron_grpo.models.family import ModelDescription, refuse_unsupported, require_keys, rope_theta
 from megatron_grpo.models.hf_directory import HFConfig
 from megatron_grpo.models.weight_map import (
@@ -100,7 +98,7 @@ def describe_decoder(
             "normalization": "RMSNorm",
             "layernorm_epsilon": hf_config["rms_norm_eps"],
             "gated_linear_unit": True,
-            "activation_func": F.silu,
+            "activation_func": "silu",
             "add_bias_linear": False,
             "qk_layernorm": True,
         },

@@ -13,10 +13,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 # A full HF tensor, or safetensors' lazy slice of one: rows and columns are read when they are indexed.
@@ -182,7 +182,8 @@ class QKV(ParamMapping):
         """Views of q, k and v: ``[groups, heads, head_dim, ...]``."""
         heads = sum(self._heads)
         grouped = shard.view(-1, heads, self.head_dim, *shard.shape[1:])
-        return torch.split(grouped, self._heads, dim=1)
+        parts: tuple[Tensor, ...] = grouped.split(self._heads, dim=1)  # type: ignore[no-untyped-call]
+        return parts
 
     def to_megatron(self, sources: Sequence[Source], shard: Tensor, tp_rank: int, tp: int) -> None:
         for part, source in zip(self._by_group(shard), sources, strict=True):
@@ -231,4 +232,6 @@ def _rows(source: Source, first: int, count: int) -> Tensor:
 
 
 def _concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
+    import torch
+
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts), dim)

@@ -80,6 +80,7 @@ def transformer_config(
     parallel = policy.parallel
     dtype = _DTYPES[policy.precision]
     kwargs: dict[str, Any] = dict(description.transformer_config_kwargs)
+    kwargs["activation_func"] = getattr(torch.nn.functional, kwargs["activation_func"])
     if policy.recompute_granularity == "full":
         kwargs |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     if interleaved := (parallel.virtual_pipeline_model_parallel_size or 1) > 1:

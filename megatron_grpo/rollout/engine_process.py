@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 """Sockets and weight buckets live here: short paths (a unix socket's may have 107 bytes) and no disk."""
 
+# Not ``-m``: the engine-core process that vLLM spawns would import the main module, and so the whole server, too.
+SERVER = "from vllm.entrypoints.launchers.api_server.entry import main; main()"
+
 _GRACE_S = 5.0
 _TORCHRUN_VARIABLES = frozenset(
     {
@@ -142,8 +145,8 @@ class EngineProcess:
         options = [str(item) for pair in arguments.items() for item in pair]
         return [
             sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
+            "-c",
+            SERVER,
             *options,
             *flags,
             *self.config.extra_args,

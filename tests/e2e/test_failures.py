@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from megatron_grpo.rollout import guard as guard_script
+from megatron_grpo.rollout.engine_process import SERVER
 from tests.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -184,7 +185,7 @@ def test_a_run_is_interrupted_resumed_and_loses_its_server_and_a_rank(folder: Pa
     run.wait_for(rf"saved \S*step_{stopped + 2 - stopped % 2:08d}")
     assert not unfinished.exists()
     run.wait_for(rf" step {stopped + 2}/1000 ")
-    run.find("-m", "vllm.entrypoints.openai.api_server").kill()
+    run.find("-c", SERVER).kill()
     assert run.end() == 1
     first_error = re.search(r"ERROR .*(?:\n    .*)*", run.output)
     assert first_error is not None

@@ -100,10 +100,11 @@ def test_the_documentation_has_the_same_table() -> None:
     ("modules", "absent"),
     [
         (["config"], {"torch", "megatron", "vllm", "jax"}),
+        (["cli", "training.preflight"], {"torch", "megatron", "vllm", "jax"}),
         (["algorithms.jax.loss", "algorithms.jax.advantages"], {"torch", "megatron", "vllm"}),
         (["algorithms.loss.loss_functions", "algorithms.advantage_estimator"], {"jax"}),
     ],
-    ids=["config", "jax algorithms", "torch algorithms"],
+    ids=["config", "plan", "jax algorithms", "torch algorithms"],
 )
 def test_imports_without(modules: list[str], absent: set[str]) -> None:
     imported = ", ".join(f"megatron_grpo.{module}" for module in modules)

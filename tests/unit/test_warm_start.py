@@ -63,7 +63,7 @@ def test_quickstart_splits_are_disjoint_and_everything_fits(
         "max_total_sequence_length": config.policy.max_total_sequence_length,
         "max_new_tokens": config.generation.max_new_tokens,
     }
-    assert max(len(p.token_ids) for p in load_prompts(config.data, "train", renderer, **limits)) < 48
+    assert max(len(p.token_ids) for p in load_prompts(config.data, "train", renderer, **limits)) == 8
 
 
 def test_tokenizer_has_the_asked_size_and_keeps_the_varying_part_in_characters(
@@ -74,11 +74,10 @@ def test_tokenizer_has_the_asked_size_and_keeps_the_varying_part_in_characters(
     unused = tokenizer.convert_ids_to_tokens(319)
     assert unused.startswith("<|reserved_")
     assert tokenizer.decode([319], skip_special_tokens=True) == unused  # if sampled, visible and wrong
-    text = "State the final answer to the following arithmetic problem: oboe 123"
+    text = "State the final answer to the following arithmetic problem: 12 + 3 = oboe"
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == text
-    assert tokenizer.convert_ids_to_tokens(ids)[-8:] == ["o", "b", "o", "e", "Ġ", "1", "2", "3"]
-    assert tokenizer.convert_ids_to_tokens(ids)[:3] == ["State", "Ġthe", "Ġfinal"]
+    assert tokenizer.convert_ids_to_tokens(ids)[1:] == [*"12", "Ġ+Ġ", "3", "Ġ=", "Ġ", *"oboe"]
     rendered = ChatRenderer(tokenizer).render([{"role": "user", "content": "sun"}])
     assert tokenizer.decode(rendered) == "<|user|>sun<|end|><|assistant|>"
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_grpo.config.generation import VLLMConfig
 from megatron_grpo.rollout.auth import KEY_VARIABLE
 from megatron_grpo.rollout.client import KEEP_ALIVE_S
-from megatron_grpo.rollout.engine_process import EngineProcess
+from megatron_grpo.rollout.engine_process import SERVER, EngineProcess
 from megatron_grpo.rollout.errors import EngineError
 
 pytestmark = pytest.mark.timeout(60)
@@ -59,7 +59,7 @@ def test_command_line_and_environment_on_a_cpu(model: Path) -> None:
     assert environment["PATH"] == "/bin"
     assert int(environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 2 * KEEP_ALIVE_S
     assert environment["OMP_NUM_THREADS"] == "3"
-    assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert command[:3] == [sys.executable, "-c", SERVER]
     assert command[-2:] == ["--swap-space", "0"]
     assert "--no-enable-chunked-prefill" in command
     for option, value in {
