@@ -84,6 +84,33 @@ def test_bins_keep_the_budget_and_are_few(dp: int, budget: int, multiple: int, s
     assert len(bins) <= -(-(fewest + 1) // dp) * dp
 
 
+def _lockstep(bins: list[list[int]], costs: np.ndarray, dp: int) -> float:
+    """Time over ideal of ranks that wait for each other in every micro-batch."""
+    per_bin = np.array([costs[rows].sum() for rows in bins]).reshape(-1, dp)
+    return float(per_bin.max(1).sum() / (per_bin.sum() / dp))
+
+
+@pytest.mark.parametrize(
+    ("size", "dp", "seed"),
+    [
+        (1024, 8, 0),  # 39.86 budgets of tokens: 40 bins would be far from alike
+        (1024, 32, 6),  # one sequence more than the bins of an index hold evenly
+        (4096, 32, 1),  # 37 of the longest sequences for indexes of 32 bins
+    ],
+)
+def test_bins_of_an_index_are_alike(size: int, dp: int, seed: int) -> None:
+    lengths = (200 * (1 + np.random.default_rng(seed).pareto(1.3, size))).clip(16, 8192).astype(np.int64)
+    rule = MicroBatchRule(tokens=16384)
+    bins = pack(lengths, rule, dp)
+    assert _lockstep(bins, rule.cost(lengths), dp) <= 1.01
+    assert len(bins) <= -(-(-(-lengths.sum() // 16384) + 1) // dp) * dp
+    assert max(lengths[rows].sum() for rows in bins) <= 16384
+
+
+def test_a_sequence_as_long_as_the_budget_is_one_micro_batch() -> None:
+    assert pack(np.array([64]), MicroBatchRule(tokens=64)) == [[0]]
+
+
 def test_interleaving_gets_its_multiple_of_micro_batches_and_some_are_empty() -> None:
     rule = MicroBatchRule(tokens=100, at_a_time=4)
     assignment = assign_rows([60, 60, 30, 30, 10, 1], 2, 1, seed=0, rule=rule)
