@@ -70,6 +70,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def start_weight_update(self) -> None:
         self.received = {}
+        if current_platform.is_cpu():
+            self._forget_expert_kernels()
         layerwise.initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
@@ -105,6 +107,14 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         layerwise.finalize_layerwise_reload(self.model, self.model_config)
         if current_platform.is_cpu():
             self._repack_tied_lm_head()
+
+    def _forget_expert_kernels(self) -> None:
+        # The CPU build packs experts only when it builds their kernel. A reload into an existing one would leave
+        # them unpacked, and the kernel would compute with permuted weights, silently.
+        for module in self.model.modules():
+            method = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
     def _repack_tied_lm_head(self) -> None:
         # The CPU build packs a tied lm_head once at start and the layerwise reload, which sees the weight

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import Qwen3MoeForCausalLM
 
 from tests.tiny_model import write_tiny_model
 
@@ -105,3 +106,28 @@ def test_two_and_two_steps_are_four_and_the_results_are_whole(tmp_path: Path) ->
     assert list((whole / "tensorboard").glob("events.out.tfevents.*"))
     assert yaml.safe_load((whole / "config.yaml").read_text())["grpo"]["max_num_steps"] == 4
     assert (whole / "checkpoints" / "latest").read_text().strip() == "step_00000004"
+
+
+@pytest.mark.timeout(500)
+def test_packed_experts_train_with_a_real_engine(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", num_experts=4)
+    train(
+        write_config(tmp_path, model),
+        "grpo.max_num_steps=2",
+        "grpo.val_at_end=false",
+        "policy.parallel.sequence_parallel=true",
+        "policy.parallel.expert_model_parallel_size=2",
+        "policy.parallel.expert_tensor_parallel_size=1",
+        "policy.sequence_packing.enabled=true",
+        "policy.sequence_packing.train_mb_tokens=256",
+        "policy.sequence_packing.logprob_mb_tokens=256",
+    )
+    # the engine computes with the experts that it was sent, at every version
+    for line in metrics_of(tmp_path / "run"):
+        assert line["seq_logprob_error_max"] < 1.0001
+        assert line["refit/logprob_error_max"] < 1.0001
+        assert line["optimizer_steps_skipped"] == 0
+    before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "run" / "hf"))
+    assert before.keys() == after.keys()
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+    Qwen3MoeForCausalLM.from_pretrained(tmp_path / "run" / "hf")
