@@ -112,8 +112,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         # The CPU build packs experts only when it builds their kernel. A reload into an existing one would leave
         # them unpacked, and the kernel would compute with permuted weights, silently.
         for module in self.model.modules():
-            method = getattr(module, "quant_method", None)
-            if getattr(method, "moe_kernel", None) is not None:
+            method: Any = getattr(module, "quant_method", None)
+            if hasattr(method, "moe_kernel"):
                 method.moe_kernel = None
 
     def _repack_tied_lm_head(self) -> None:
