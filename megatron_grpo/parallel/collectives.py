@@ -1,4 +1,4 @@
-"""Collectives that know their gradient, and the token order of context parallelism."""
+"""Collectives beyond torch's: a sum that knows its gradient, and a gather of unequal parts."""
 
 from __future__ import annotations
 
@@ -50,34 +50,3 @@ def all_gather_rows(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     gathered = x.new_empty(group.size() * longest, *x.shape[1:])
     dist.all_gather_into_tensor(gathered, padded, group=group)
     return [part[:count] for part, count in zip(gathered.chunk(group.size()), counts.tolist(), strict=True)]
-
-
-def split_for_context_parallel(x: Tensor, cp_rank: int, cp_size: int, dim: int) -> Tensor:
-    """This rank's part of ``x``: of ``2 * cp_size`` chunks along ``dim``, ``cp_rank`` and its mirror image.
-
-    Megatron's load-balanced order: early chunks are cheap under causal attention and late ones dear.
-
-    Raises:
-        ValueError: the length along ``dim`` is not a multiple of ``2 * cp_size``.
-    """
-    if cp_size == 1:
-        return x
-    if x.size(dim) % (2 * cp_size):
-        raise ValueError(
-            f"length {x.size(dim)} of dimension {dim} cannot be split for context parallel size {cp_size}: "
-            f"pad it to a multiple of {2 * cp_size}"
-        )
-    chunks = x.chunk(2 * cp_size, dim)
-    return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]], dim)
-
-
-def gather_from_context_parallel(x: Tensor, cp_group: dist.ProcessGroup | None, dim: int) -> Tensor:
-    """The whole tensor from the parts of :func:`split_for_context_parallel`, on every rank; no gradient."""
-    if cp_group is None or cp_group.size() == 1:
-        return x
-    size = cp_group.size()
-    x = x.detach().contiguous()
-    parts = [torch.empty_like(x) for _ in range(size)]
-    dist.all_gather(parts, x, group=cp_group)
-    halves = [part.chunk(2, dim) for part in parts]
-    return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim)

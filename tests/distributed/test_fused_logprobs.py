@@ -103,11 +103,11 @@ def _model_gradients(
     from megatron_grpo.config.policy import PolicyConfig
     from megatron_grpo.models.checkpoint import load_hf_weights
     from megatron_grpo.models.hf_directory import HFDirectory
-    from megatron_grpo.parallel.collectives import split_for_context_parallel
     from megatron_grpo.parallel.layout import initialize_layout
     from megatron_grpo.parallel.logprobs import vocab_parallel_logprobs
     from megatron_grpo.policy.model_builder import build_model_chunks
     from megatron_grpo.policy.optimizer import wrap_ddp
+    from megatron_grpo.policy.packing import local_tokens
 
     config = PolicyConfig.model_validate(
         {
@@ -129,7 +129,7 @@ def _model_gradients(
     upstream = torch.randn(BATCH, SEQUENCE, generator=generator)
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
     tokens, labels, mask, upstream, positions = (
-        split_for_context_parallel(x, layout.cp_rank, layout.cp, dim=1)
+        x[:, local_tokens([SEQUENCE], layout.cp_rank, layout.cp)[1]]
         for x in (tokens, labels, mask, upstream, positions)
     )
     collected: list[torch.Tensor] = []

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.parallel.collectives import gather_from_context_parallel, split_for_context_parallel
 from megatron_grpo.parallel.logprobs import vocab_parallel_logprobs
 from tests.rank_pool import RankPool
 
@@ -48,24 +47,3 @@ def test_vocab_parallel_equals_one_process(
         assert logprob_error < TOLERANCE
         assert gradient_error < TOLERANCE
         assert padding == 0.0
-
-
-def _split_and_gather(rank: int, world: int) -> tuple[list[int], list[list[int]], list[list[int]]]:
-    line = torch.arange(8 * world)
-    sheet = torch.arange(2 * 4 * world).view(2, 4 * world)
-    part = split_for_context_parallel(line, rank, world, dim=0)
-    restored = gather_from_context_parallel(part, dist.group.WORLD, dim=0)
-    sheet_part = split_for_context_parallel(sheet, rank, world, dim=1)
-    return (
-        restored.tolist(),
-        gather_from_context_parallel(sheet_part, dist.group.WORLD, dim=1).tolist(),
-        sheet.tolist(),
-    )
-
-
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("world", [2, 4])
-def test_arange_survives_context_parallel_split_and_gather(ranks: RankPool, world: int) -> None:
-    for line, sheet, expected in ranks.run(world, _split_and_gather):
-        assert line == list(range(8 * world))
-        assert sheet == expected

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from megatron_grpo.algorithms.loss.loss_functions import ClippedPGLossFn, LossInputs, LossOutput
 from megatron_grpo.algorithms.sequence_index import SequenceIndex
 from megatron_grpo.config.loss import ClippedPGLossConfig
-from megatron_grpo.parallel.collectives import split_for_context_parallel
+from megatron_grpo.policy.packing import local_tokens
 
 Batch = dict[str, Tensor]
 
@@ -80,7 +80,8 @@ def micro_batch_loss(
     cp_rank, cp_size = (cp_group.rank(), cp_group.size()) if cp_group else (0, 1)
 
     def shard(name: str) -> Tensor:
-        return split_for_context_parallel(batch[name][chosen], cp_rank, cp_size, dim=1)
+        whole = batch[name][chosen]
+        return whole[:, local_tokens([whole.size(1)], cp_rank, cp_size)[1]]
 
     width = shard("curr").size(1)
     sequences = SequenceIndex(
