@@ -24,9 +24,8 @@ from torch.autograd.function import once_differentiable
 # logits of a tile: in a CPU's second-level cache; on a GPU enough for large kernels (128 MiB of float32)
 TILE_LOGITS = {"cpu": 2**17, "cuda": 2**25}
 MIN_VOCAB_CHUNK = 512  # narrower tiles spend their time on adding to the gradient of the hidden states
-_ALIGNED = (
-    64  # columns; rows of a tile that do not begin on a cache line made everything a fifth slower on a CPU
-)
+# columns; rows of a tile that do not begin on a cache line make everything a fifth slower on a CPU
+_ALIGNED = 64
 
 
 @dataclass(frozen=True)

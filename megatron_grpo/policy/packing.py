@@ -234,13 +234,20 @@ def _even_out(
             if bin_costs[dear] - index.mean() <= enough or not bins[cheap]:
                 break
             out, back = np.array(bins[dear]), np.array(bins[cheap])
-            off = abs(costs[out][:, None] - costs[back] - gap / 2)
-            off[lengths[out][:, None] - lengths[back] > budget - lengths[back].sum()] = np.inf
-            i, j = divmod(int(off.argmin()), len(back))
-            if off[i, j] > 0.45 * gap:  # a swap that hardly helps
+            back = back[np.argsort(lengths[back], kind="stable")]
+            # for each sequence that may go out, the two that may come back for it with the best difference in cost
+            wanted = np.searchsorted(costs[back], costs[out] - gap / 2)
+            shortest = np.searchsorted(lengths[back], lengths[out] - (budget - lengths[back].sum()))
+            choices = np.maximum([wanted - 1, wanted], shortest)
+            possible = choices < len(back)
+            choices = np.where(possible, choices, 0)
+            off = np.where(possible, abs(costs[out] - costs[back[choices]] - gap / 2), np.inf)
+            side, i = divmod(int(off.argmin()), len(out))
+            if off[side, i] > 0.45 * gap:  # a swap that hardly helps
                 break
-            bins[dear][i], bins[cheap][j] = bins[cheap][j], bins[dear][i]
-            moved = costs[out[i]] - costs[back[j]]
+            coming = int(back[choices[side, i]])
+            bins[dear][i], bins[cheap][bins[cheap].index(coming)] = coming, int(out[i])
+            moved = costs[out[i]] - costs[coming]
             bin_costs[dear] -= moved
             bin_costs[cheap] += moved
     return bins
