@@ -168,9 +168,8 @@ def pack(lengths: NDArray[np.int64], rule: MicroBatchRule, dp: int = 1) -> Bins:
             bins = _fill(*ascending, budget, -(-fewest // step) * step, dp, share)
             if bins is None:
                 continue
-            bins = _even_out(bins, lengths, costs, budget, dp)
-            # an index takes as long as its dearest bin
-            time = float(_bin_costs(bins, costs).reshape(-1, dp).max(1).sum())
+            bins, bin_costs = _even_out(bins, lengths, costs, budget, dp)
+            time = float(bin_costs.reshape(-1, dp).max(1).sum())  # an index takes as long as its dearest bin
             if best is None or time < best[0]:
                 best = time, bins
             if time * dp <= _ALIKE * costs.sum():
@@ -216,8 +215,8 @@ def _fill(
 
 def _even_out(
     bins: Bins, lengths: NDArray[np.int64], costs: NDArray[np.float64], budget: int, dp: int
-) -> Bins:
-    """The bins, the dearest first, after swaps of two sequences between the dearest and the cheapest bin of an index.
+) -> tuple[Bins, NDArray[np.float64]]:
+    """The bins and their costs, dearest first, after swaps of sequences between dearest and cheapest bin of an index.
 
     Each swap halves their distance as well as it can. An index is left as it is once its dearest bin exceeds the
     average of the index by no more than a thousandth of an ideal rank's time.
@@ -250,7 +249,7 @@ def _even_out(
             moved = costs[out[i]] - costs[coming]
             bin_costs[dear] -= moved
             bin_costs[cheap] += moved
-    return bins
+    return bins, bin_costs
 
 
 def _top_up(
