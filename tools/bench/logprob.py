@@ -11,6 +11,8 @@ CPU s
 ratio
     CPU time over megatron-core's in the same round (``linear_with_grad_accumulation_and_async_allreduce`` and
     ``vocab_parallel_cross_entropy``, unmasked): median over the rounds.
+of unmasked
+    CPU time of a masked variant over that of the same variant without a mask, in the same round: median.
 peak MiB
     High-water mark of resident memory (``VmHWM``, reset through ``clear_refs`` before each call) over resident
     memory before the call, less the bytes of the two gradients: largest over rounds and ranks. Library code and
@@ -123,6 +125,7 @@ class _Ranks:
         self, label: str, tp: int, variant: tuple[Any, ...], inputs: list[Tensor], folder: str
     ) -> None:
         self.label = label
+        self.variant = variant
         self.seconds: list[float] = []
         self.peak = 0
         context = mp.get_context("spawn")
@@ -146,6 +149,10 @@ class _Ranks:
         results = [conn.recv() for conn in self._conns]
         self.seconds.append(sum(seconds for seconds, _ in results))
         self.peak = max(self.peak, *(peak for _, peak in results))
+
+    def over(self, other: _Ranks) -> float:
+        """CPU time over that of another variant in the same round: median over the rounds."""
+        return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
 
     def close(self) -> None:
         for conn in self._conns:
@@ -188,10 +195,12 @@ def _run(args: argparse.Namespace, tp: int, dtype: str) -> None:
             r.close()
     shape = f"{args.tokens} x {args.hidden} x {args.vocab}"
     for r in ranks:
-        ratio = statistics.median(a / b for a, b in zip(r.seconds, ranks[0].seconds, strict=True))
+        name, chunk, masked, vocab = r.variant
+        unmasked = next(other for other in ranks if other.variant == (name, chunk, 0.0, vocab))
+        times = f"{statistics.median(r.seconds):.2f} | {r.over(ranks[0]):.2f}"
+        of_unmasked = f"{r.over(unmasked):.2f}" if masked else ""
         sys.stdout.write(
-            f"| {shape} | {dtype} | {tp} | {r.label} | {statistics.median(r.seconds):.2f} | {ratio:.2f} | "
-            f"{r.peak / MIB:.0f} |\n"
+            f"| {shape} | {dtype} | {tp} | {r.label} | {times} | {of_unmasked} | {r.peak / MIB:.0f} |\n"
         )
     sys.stdout.flush()
 
@@ -214,8 +223,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     sys.stdout.write(
-        "| tokens x hidden x vocabulary | dtype | TP | variant | CPU s | ratio | peak MiB |\n"
-        "|---|---|---|---|---|---|---|\n"
+        "| tokens x hidden x vocabulary | dtype | TP | variant | CPU s | ratio | of unmasked | peak MiB |\n"
+        "|---|---|---|---|---|---|---|---|\n"
     )
     for dtype in args.dtype:
         for tp in args.tp:
