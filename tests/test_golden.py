@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,27 @@ RENAMED = {"is_oob_ratio": "importance_weight_out_of_bounds"}
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for argument, key in (("loss_case", "inputs"), ("advantage_case", "estimator")):
         if argument in metafunc.fixturenames:
-            folder = Path(metafunc.config.getoption("--golden-dir"))
-            cases = [case for case in _cases(folder) if key in case]
+            cases = [c for c in golden_cases(Path(metafunc.config.getoption("--golden-dir"))) if key in c]
             metafunc.parametrize(argument, cases, ids=[case["name"] for case in cases])
 
 
-def _cases(folder: Path) -> Iterator[dict[str, Any]]:
+def golden_cases(folder: Path) -> list[dict[str, Any]]:
+    """Of all files of ``folder``; a case that no test would look at is an error, and so is a folder without any."""
+    cases = []
     for path in sorted(folder.glob("*.json")):
-        yield from json.loads(path.read_text())["cases"]
+        content = json.loads(path.read_text())
+        found = content.get("cases") if isinstance(content, dict) else None
+        if not found or not all(
+            "name" in case and ("inputs" in case) != ("estimator" in case) for case in found
+        ):
+            raise pytest.UsageError(
+                f"{path} has no golden cases: it needs a list 'cases' of objects with a name and either inputs (loss) "
+                "or estimator (advantages)"
+            )
+        cases += found
+    if not cases:
+        raise pytest.UsageError(f"--golden-dir {folder} is not a directory with golden values (*.json)")
+    return cases
 
 
 def tensor(values: Any) -> Tensor:
@@ -102,3 +114,13 @@ def test_advantages(advantage_case: dict[str, Any]) -> None:
     expected = tensor(case["expected"])
     got = advantages if expected.dim() == 2 else advantages[:, 0]
     assert_close(got.tolist(), expected.tolist())
+
+
+@pytest.mark.parametrize(
+    "content", [None, "[]", '{"cases": []}', '{"cases": [{"name": "x", "input": {}}]}'], ids=str
+)
+def test_a_folder_that_would_check_nothing_is_refused(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "a.json").write_text(content)
+    with pytest.raises(pytest.UsageError, match="golden"):
+        golden_cases(tmp_path)

@@ -30,23 +30,33 @@ LAYOUTS: dict[str, tuple[int, bool, dict[str, Any]]] = {  # world size, tied emb
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Path, torch.Tensor]]:
     """By tied embeddings: a random Qwen3 directory and transformers' logits for ``tokens()``."""
-    result = {}
-    for tied in (True, False):
-        torch.manual_seed(int(tied))
-        config = Qwen3Config(
+    folder = tmp_path_factory.mktemp("qwen3")
+    return {
+        tied: write_random(
+            Qwen3ForCausalLM, Qwen3Config, folder / str(tied), int(tied), tie_word_embeddings=tied
+        )
+        for tied in (True, False)
+    }
+
+
+def write_random(
+    model_class: Any, config_class: Any, path: Path, seed: int, **config: Any
+) -> tuple[Path, torch.Tensor]:
+    """Writes a random four-layer model; its directory, and transformers' logits for ``tokens()``."""
+    torch.manual_seed(seed)
+    model = model_class(
+        config_class(
             vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, head_dim=32,
-            num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1, tie_word_embeddings=tied,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        )  # fmt: skip
-        model = Qwen3ForCausalLM(config).eval()
-        for name, param in model.named_parameters():
-            if "norm" in name:  # norms of one would hide a wrong mapping
-                torch.nn.init.uniform_(param, 0.5, 1.5)
-        path = tmp_path_factory.mktemp("qwen3") / "model"
-        model.save_pretrained(path)
-        with torch.no_grad():
-            result[tied] = (path, model(tokens()).logits)
-    return result
+            num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **config,
+        )
+    ).eval()  # fmt: skip
+    for name, param in model.named_parameters():
+        if "norm" in name:  # norms of one would hide a wrong mapping
+            torch.nn.init.uniform_(param, 0.5, 1.5)
+    model.save_pretrained(path)
+    with torch.no_grad():
+        return path, model(tokens()).logits
 
 
 def tokens() -> torch.Tensor:

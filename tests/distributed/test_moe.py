@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_grpo.config import RunConfig
-from tests.distributed.test_models import VOCAB, check_layout_job, tokens
+from tests.distributed.test_models import check_layout_job, tokens, write_random
 from tests.rank_pool import RankPool
 from tests.recorded_training import assert_same_training, recorded_rollouts, run_config, train_recorded
 from tests.tiny_model import write_tiny_model
@@ -36,24 +36,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # world size, policy.paralle
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Path, torch.Tensor]]:
     """By norm_topk_prob: a random Qwen3-MoE directory, one layer dense, and transformers' logits."""
-    result = {}
-    for normalized in (True, False):
-        torch.manual_seed(int(normalized))
-        config = Qwen3MoeConfig(
-            vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, head_dim=32,
-            num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
-            moe_intermediate_size=48, norm_topk_prob=normalized, mlp_only_layers=[1], initializer_range=0.1,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        )  # fmt: skip
-        model = Qwen3MoeForCausalLM(config).eval()
-        for name, param in model.named_parameters():
-            if "norm" in name:  # norms of one would hide a wrong mapping
-                torch.nn.init.uniform_(param, 0.5, 1.5)
-        path = tmp_path_factory.mktemp("qwen3_moe") / "model"
-        model.save_pretrained(path)
-        with torch.no_grad():
-            result[normalized] = (path, model(tokens()).logits)
-    return result
+    folder = tmp_path_factory.mktemp("qwen3_moe")
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
+    return {
+        normalized: write_random(
+            Qwen3MoeForCausalLM, Qwen3MoeConfig, folder / str(normalized), int(normalized),
+            norm_topk_prob=normalized, **sizes,
+        )
+        for normalized in (True, False)
+    }  # fmt: skip
 
 
 @pytest.mark.timeout(300)
