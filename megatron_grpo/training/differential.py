@@ -220,12 +220,15 @@ def _prompts_and_responses(spec: BatchSpec, vocab: int) -> Experience:
 
 
 def _with_recorded_logprobs(batch: Experience, current: Tensor, spec: BatchSpec) -> Experience:
-    """Other policies' log-probs, far enough from the current ones that every bound of the loss bites."""
+    """Other policies' log-probs, far enough from the current ones that every bound of the loss bites.
+
+    Not farther: large weights on terms that cancel would cost float32 the digits that are compared.
+    """
     generator = torch.Generator().manual_seed(spec.seed + 1)
     current = current.cpu()
 
     def near(x: Tensor, scale: float) -> Tensor:
-        jump = torch.where(torch.rand(x.shape, generator=generator) < 0.1, 2.5, 0.0)
+        jump = torch.where(torch.rand(x.shape, generator=generator) < 0.1, 1.0, 0.0)
         noise = torch.randn(x.shape, generator=generator)
         return _rounded(x + scale * noise + jump * noise.sign())
 

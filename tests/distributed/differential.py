@@ -213,7 +213,7 @@ class Case:
         return PolicyConfig.model_validate(
             {
                 "model_path": self.model(folder),
-                "max_total_sequence_length": 16,
+                "max_total_sequence_length": 24,
                 "train_global_batch_size": self.rows,
                 "train_micro_batch_size": rows,
                 "logprob_batch_size": 1 if rows == 4 else 2,
@@ -241,7 +241,7 @@ class Case:
             self.policy(folder, "fp64"),
             ClippedPGLossConfig(**(VARIANTS[self.variant] | KLS[self.kl])),
             self.temperature,
-            BatchSpec(self.rows, self.masks, self.seed),  # type: ignore[arg-type]
+            BatchSpec(self.rows, self.masks, self.seed, max_prompt=12),  # type: ignore[arg-type]
         )
 
 
@@ -286,6 +286,7 @@ def write_models(folder: Path, cases: Sequence[Case]) -> None:
 
 
 def _hf_config(case: Case) -> dict[str, Any]:
+    """A tiny model, but not so tiny that the few entries of a gradient may all be small, which float32 cannot hold."""
     experts = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -296,12 +297,12 @@ def _hf_config(case: Case) -> dict[str, Any]:
         **(experts | {"mlp_only_layers": [1]} if case.has_experts else {}),
         "architectures": ["Qwen3MoeForCausalLM" if case.has_experts else "Qwen3ForCausalLM"],
         "vocab_size": 61,
-        "hidden_size": 16,
+        "hidden_size": 32,
         "intermediate_size": 32,
         "num_hidden_layers": case.layers,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
-        "head_dim": 4,
+        "head_dim": 16,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "tie_word_embeddings": case.embeddings == "tied",
