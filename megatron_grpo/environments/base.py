@@ -47,14 +47,17 @@ class Environment(Protocol):
         ...
 
 
+_TOTALS = {"mean", "min", "max"}
+
+
 def split_rewards(
     group: RolloutGroup, result: EnvironmentReturn
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Total reward ``[n]`` and the components ``{"reward/<name>": [n]}`` (none for a plain tensor), float32.
 
     Raises:
-        RewardError: not an EnvironmentReturn of tensors ``[n]``, no component, or a value that is not finite;
-            names the prompt and the component.
+        RewardError: not an EnvironmentReturn of tensors ``[n]``, no component, one with a name that is taken, or a
+            value that is not finite; names the prompt and the component.
     """
     prompt_id = group.prompt.prompt_id
     if not isinstance(result, EnvironmentReturn):
@@ -67,6 +70,12 @@ def split_rewards(
         return _checked(group, result.rewards, "rewards"), {}
     if not result.rewards:
         raise RewardError(f"prompt {prompt_id}: rewards is an empty dict; give a component", prompt_id)
+    if taken := _TOTALS & result.rewards.keys():
+        raise RewardError(
+            f"prompt {prompt_id}: a reward component is called {min(taken)!r}, which is what the metrics of the total "
+            "reward are called; give it another name",
+            prompt_id,
+        )
     components = {
         f"reward/{name}": _checked(group, values, f"reward component '{name}'")
         for name, values in result.rewards.items()

@@ -24,11 +24,25 @@ class LogprobMismatchError(RuntimeError):
 
 
 class LogprobErrorMonitor:
-    """Checks every batch before it trains (``grpo.seq_logprob_error_*``)."""
+    """Checks every batch, before it trains if it can (``grpo.seq_logprob_error_*``)."""
 
     def __init__(self, config: GRPOConfig, layout: ParallelLayout) -> None:
         self._config = config
         self._reducer = MetricReducer(layout)
+
+    @property
+    def acts(self) -> bool:
+        """Whether it can change or end a step, for which :meth:`check` must come before the training."""
+        return self._config.seq_logprob_error_action != "flag"
+
+    def warn(self, metrics: dict[str, float]) -> None:
+        """In place of :meth:`check` where no log-probs were computed before the step: of what the loss reports."""
+        largest = metrics.get("seq_logprob_error_max", 1.0)
+        if not largest <= self._config.seq_logprob_error_threshold:
+            log.warning(
+                "a sequence has the log-prob error %.4g, over the threshold %.3g",
+                largest, self._config.seq_logprob_error_threshold,
+            )  # fmt: skip
 
     def check(
         self, prev_logprobs: Tensor, generation_logprobs: Tensor, token_mask: Tensor, sample_mask: Tensor

@@ -2,13 +2,15 @@
 
 Every leader (tp = pp = cp = 0) sees all lengths, computes the same assignment, and one all-to-all moves the
 rows; a broadcast then gives them to the other ranks of the replica. What a leader holds grows with the
-rollouts per replica; only three integers a row (group id, lengths) are gathered over all replicas.
+rollouts per replica; only four integers a row (group id, lengths, checksum of the component names) are gathered
+over all replicas.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.parallel import platform
+from megatron_grpo.parallel.agreement import agree
 from megatron_grpo.parallel.collectives import all_gather_rows
 from megatron_grpo.parallel.layout import ParallelLayout, broadcast_from_leader
 from megatron_grpo.policy.experience import Experience
@@ -60,8 +63,13 @@ def exchange(
         names = sorted(scored[0].components) if layout.is_replica_leader else []
     flat = torch.empty(0, dtype=torch.float64)
     sizes: list[list[int]] = []
+    error: ValueError | None = None
     if layout.is_replica_leader:
-        flat, sizes = _exchange_between_leaders(scored, names, layout, num_minibatches, seed, rule)
+        try:
+            flat, sizes = _exchange_between_leaders(scored, names, layout, num_minibatches, seed, rule)
+        except ValueError as caught:
+            error = caught
+    agree(error, "the exchange of rollouts")
     flat, (names, sizes) = _broadcast_in_replica(flat, [names, sizes], layout)
     return _to_experience(flat, names, sizes, rule.multiple)
 
@@ -74,19 +82,31 @@ def _exchange_between_leaders(
     seed: int,
     rule: MicroBatchRule,
 ) -> tuple[Tensor, list[list[int]]]:
-    """This replica's rows one after the other, and how many form each micro-batch of each optimizer step."""
-    rows = [_pack(item, names) for item in scored]
+    """This replica's rows one after the other, and how many form each micro-batch of each optimizer step.
+
+    Raises:
+        ValueError: on all leaders: rollouts have components of different names.
+    """
+    rows = [_pack(item) for item in scored]
     device = platform.device()
     local = torch.tensor(
         [
-            [s.rollout.group_id, len(s.rollout.prompt.token_ids) + len(s.rollout.token_ids), row.numel()]
+            [
+                s.rollout.group_id, len(s.rollout.prompt.token_ids) + len(s.rollout.token_ids), row.numel(),
+                _checksum(s.components),
+            ]
             for s, row in zip(scored, rows, strict=True)
         ],
         dtype=torch.int64,
         device=device,
-    ).view(-1, 3)
+    ).view(-1, 4)  # fmt: skip
     parts = [part.cpu() for part in all_gather_rows(local, layout.dp_group)]
-    ids, lengths, sizes = torch.cat(parts).unbind(1)
+    ids, lengths, sizes, checksums = torch.cat(parts).unbind(1)
+    if len(others := ids[checksums != _checksum(names)]):
+        raise ValueError(
+            f"reward components and metrics of rollout group {others[0]} are not {list(names)}, as the others' are; "
+            "an environment must return the same names for every group"
+        )
     order = ids.argsort(stable=True)
     plan = assign_rows(lengths[order].numpy(), layout.dp, num_minibatches, seed, rule)
     microbatch_sizes = [[len(microbatch) for microbatch in step] for step in plan[layout.dp_rank]]
@@ -131,19 +151,18 @@ def _broadcast_in_replica(flat: Tensor, plain: Any, layout: ParallelLayout) -> t
     return flat.cpu(), json.loads(bytes(text.tolist()))
 
 
-def _pack(item: ScoredRollout, names: Sequence[str]) -> Tensor:
+def _checksum(names: Iterable[str]) -> int:
+    return zlib.crc32("\n".join(sorted(names)).encode())
+
+
+def _pack(item: ScoredRollout) -> Tensor:
     """One row as float64: exact for token ids, versions and group ids below 2^53 and for float32 log-probs."""
     rollout = item.rollout
-    if sorted(item.components) != list(names):
-        raise ValueError(
-            f"prompt {rollout.prompt.prompt_id}: reward components and metrics {sorted(item.components)} differ from "
-            f"the others' {list(names)}; an environment must return the same names for every group"
-        )
     header = [
         rollout.group_id, len(rollout.prompt.token_ids), len(rollout.token_ids),
         float(rollout.finish_reason == "length"), item.reward,
     ]  # fmt: skip
-    values = [item.components[name] for name in names]
+    values = [item.components[name] for name in sorted(item.components)]
     tokens = [*rollout.prompt.token_ids, *rollout.token_ids]
     row = [*header, *values, *tokens, *rollout.logprobs, *rollout.weight_versions]
     return torch.tensor(row, dtype=torch.float64)

@@ -18,7 +18,7 @@ from megatron_grpo.algorithms.loss.kl import kl_in_reward
 from megatron_grpo.algorithms.loss.loss_functions import ClippedPGLossFn
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.parallel.agreement import any_of_ranks, any_rank
-from megatron_grpo.parallel.reductions import MetricReducer
+from megatron_grpo.parallel.reductions import MetricReducer, Metrics, Reduction
 from megatron_grpo.policy.experience import Experience
 from megatron_grpo.policy.policy import MegatronPolicy
 from megatron_grpo.refit.monitor import LogprobErrorMonitor
@@ -74,6 +74,8 @@ class GRPO:
                 metrics = self.score(batch)
             with self.timer("train"):
                 metrics = self.update(batch, step) | metrics
+            if batch.prev_logprobs is None:
+                self.monitor.warn(metrics)
             with self.timer("refit"):
                 metrics |= run.refit(step + 1, batch)
             metrics |= self.feed.metrics | self.reducer.reduce(batch_metrics(batch))
@@ -84,14 +86,20 @@ class GRPO:
         return max_num_steps
 
     def score(self, batch: Experience) -> dict[str, float]:
-        """Fill in the trainer's log-probs, check them against the engines', and compute advantages."""
+        """Fill in the trainer's log-probs, check them against the engines', and compute advantages.
+
+        With ``force_on_policy_ratio`` the loss has no use for log-probs from before the step; then they are computed
+        only for a KL in the reward, or for a monitor that may change the step.
+        """
         config = self.loss_fn.config
-        batch.prev_logprobs = self.policy.logprobs(batch).cpu()
+        metrics: dict[str, float] = {}
+        if not config.force_on_policy_ratio or config.use_kl_in_reward or self.monitor.acts:
+            batch.prev_logprobs = self.policy.logprobs(batch).cpu()
+            batch.sample_mask, metrics = self.monitor.check(
+                batch.prev_logprobs, batch.generation_logprobs, batch.token_mask, batch.sample_mask
+            )
         if config.reference_policy_kl_penalty > 0:
             batch.reference_policy_logprobs = self.policy.reference_logprobs(batch).cpu()
-        batch.sample_mask, metrics = self.monitor.check(
-            batch.prev_logprobs, batch.generation_logprobs, batch.token_mask, batch.sample_mask
-        )
         advantages, reductions = self.estimator(
             AdvantageInputs(
                 rewards=batch.rewards,
@@ -122,11 +130,15 @@ class GRPO:
         if skipped and self.reducer.layout.rank == 0:
             log.warning(
                 "step %d: %d of %d optimizer steps skipped: no valid token has an advantage, because all rewards of "
-                "each group are equal or all rows are masked",
+                "each group are equal, all rows are masked, or log-probs are not finite",
                 version + 1, skipped, len(parts),
             )  # fmt: skip
         metrics = self.reducer.reduce(self.reducer.merge([step.metrics for step in steps]))
         metrics["optimizer_steps_skipped"] = float(skipped)
+        if skipped:
+            left_out = [self._counts(part) for part, moves in zip(parts, moving, strict=True) if not moves]
+            for name, count in self.reducer.reduce(self.reducer.merge(left_out)).items():
+                metrics[name] = metrics.get(name, 0.0) + count
         if steps:
             metrics["grad_norm"] = sum(step.grad_norm for step in steps) / len(steps)
             metrics["lr"] = steps[-1].lr
@@ -135,13 +147,26 @@ class GRPO:
     def _has_gradient(self, part: Experience) -> bool:
         """Whether a token of these rows can move a weight: one that counts, with an advantage or a KL term."""
         assert part.advantages is not None
-        counts = (part.token_mask > 0) & (part.sample_mask > 0)[:, None]  # [B, S]
-        for logprobs in (part.prev_logprobs, part.generation_logprobs, part.reference_policy_logprobs):
-            if logprobs is not None:
-                counts &= logprobs.isfinite()  # the loss drops the others
-        if not self.loss_fn.needs_reference_policy:
-            counts &= part.advantages != 0
-        return bool(counts.any())
+        valid, _ = self._tokens(part)
+        return bool((valid if self.loss_fn.needs_reference_policy else valid & (part.advantages != 0)).any())
+
+    def _tokens(self, part: Experience) -> tuple[Tensor, Tensor]:
+        """[B, S] the tokens that count in the loss, and those that would if their log-probs were finite."""
+        asked = (part.token_mask > 0) & (part.sample_mask > 0)[:, None]
+        usable = self.loss_fn.usable(
+            part.prev_logprobs, part.generation_logprobs, part.reference_policy_logprobs
+        )
+        return asked & usable, asked & ~usable
+
+    def _counts(self, part: Experience) -> Metrics:
+        """What the loss would have counted of a mini-batch that is skipped."""
+        valid, dropped = self._tokens(part)
+        counts = {
+            "num_valid_tokens": valid.sum(),
+            "num_valid_samples": valid.any(1).sum(),
+            "num_dropped_tokens": dropped.sum(),
+        }
+        return {name: Reduction.total(count, "sequences") for name, count in counts.items()}
 
     def _kl_in_reward(self, batch: Experience) -> Tensor | None:
         config = self.loss_fn.config

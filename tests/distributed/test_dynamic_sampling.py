@@ -1,16 +1,21 @@
-"""Steps that sample several rounds, and optimizer steps that have no gradient, on real ranks."""
+"""Steps out of the ordinary on real ranks: several rounds of sampling, no gradient, no log-probs before the step."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron_grpo.config import RunConfig
+from megatron_grpo.config.loss import ClippedPGLossConfig
+from megatron_grpo.types import Prompt
 from tests.rank_pool import RankPool
-from tests.recorded_training import run_config, train_recorded
+from tests.recorded_training import RecordedDriver, run_config, train_recorded
 from tests.tiny_model import write_tiny_model
 
 MIXED, EQUAL = [0.0, 1.0, 1.0, 2.0], [1.0] * 4
@@ -88,6 +93,47 @@ def test_rounds_on_two_replicas_are_those_of_one_and_kept_groups_train_next(
         torch.testing.assert_close(two[0]["weights"][name], weight, rtol=1e-4, atol=1e-6)
 
 
+def rewards_that_name_the_row(group_id: int) -> list[float]:
+    return EQUAL if group_id % 4 == 1 else [group_id + k / 8 for k in range(4)]
+
+
+def rows_of_three_steps(rank: int, world: int, settings: RunConfig) -> list[tuple[int, int, int]]:
+    """Step, group and place in it of each row of this rank, whose tokens, mask and log-probs must be that rollout's."""
+    from megatron_grpo.data.sampler import PromptSampler
+    from megatron_grpo.parallel.layout import initialize_layout
+    from megatron_grpo.training.rollout_feed import SyncFeed
+
+    driver: Any = RecordedDriver(320, rewards_that_name_the_row)
+    prompts = [Prompt(f"test:{i}", tuple(range(1, 4 + 3 * i)), "", {}) for i in range(5)]
+    sampler = PromptSampler(prompts, seed=0, shuffle=True)
+    feed = SyncFeed(settings, initialize_layout(), sampler, driver)
+    rows = []
+    for step in range(3):
+        batch = feed.next(step)
+        for i in range(len(batch)):
+            group_id = int(batch.group_ids[i])
+            k = rewards_that_name_the_row(group_id).index(float(batch.rewards[i]))
+            ((*group,),) = driver.sample([(group_id, sampler.prompt(group_id))], 4, None, step)
+            rollout = group[k].rollout
+            tokens = [*rollout.prompt.token_ids, *rollout.token_ids]
+            response = slice(len(rollout.prompt.token_ids), len(tokens))
+            assert batch.tokens[i, : len(tokens)].tolist() == tokens
+            assert batch.token_mask[i].nonzero().flatten().tolist() == list(
+                range(response.start, response.stop)
+            )
+            assert torch.equal(batch.generation_logprobs[i, response], torch.tensor(rollout.logprobs))
+            rows.append((step, group_id, k))
+    return rows
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("world", [1, 2])
+def test_rewards_masks_and_rollouts_stay_aligned(ranks: RankPool, folder: Path, world: int) -> None:
+    rows = [row for part in ranks.run(world, rows_of_three_steps, dynamic(folder, 3)) for row in part]
+    useful = [group_id for group_id in range(16) if group_id % 4 != 1]
+    assert sorted(rows) == [(i // 4, group_id, k) for i, group_id in enumerate(useful) for k in range(4)]
+
+
 @pytest.mark.timeout(240)
 def test_resuming_with_kept_groups_changes_nothing(ranks: RankPool, folder: Path) -> None:
     def run(name: str, world: int, stop_after: int | None = None) -> dict[str, Any]:
@@ -159,6 +205,74 @@ def test_a_step_with_every_row_masked_changes_no_bit(ranks: RankPool, folder: Pa
         for step in result["steps"]:
             assert step["seq_logprob_error_flagged_fraction"] == 1
             assert step["optimizer_steps_skipped"] == 2
+
+
+def other_names(group_id: int) -> list[Any]:
+    """The environment of one replica or group in four calls a component by another name."""
+    return [{"a": 1.0, "c" if group_id % 4 == 3 else "b": float(i)} for i in range(4)]
+
+
+def exchange_error(rank: int, world: int, settings: RunConfig) -> str:
+    try:
+        train_recorded(rank, world, settings, None, other_names)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("world", [1, 2])
+def test_components_of_other_names_are_refused_on_all_ranks(
+    ranks: RankPool, folder: Path, world: int
+) -> None:
+    first, *others = ranks.run(world, exchange_error, config(folder, 1))
+    assert first.startswith(
+        "ValueError: reward components and metrics of rollout group 3 are not ['reward/a', "
+    )
+    assert all(text.startswith("PeerError: the exchange of rollouts: rank 0 failed: ") for text in others)
+
+
+def train_with_broken_logprobs(rank: int, world: int, settings: RunConfig) -> dict[str, Any]:
+    original = RecordedDriver.sample
+
+    def sample(self: RecordedDriver, *args: Any) -> list[list[Any]]:
+        groups = original(self, *args)
+        return [[replace(s, rollout=replace(s.rollout, logprobs=(math.nan,) * len(s.rollout.logprobs)))
+                 for s in group] for group in groups]  # fmt: skip
+
+    with mock.patch.object(RecordedDriver, "sample", sample):
+        return train_recorded(rank, world, settings, None, three_of_four)
+
+
+@pytest.mark.timeout(240)
+def test_tokens_of_skipped_steps_are_counted(ranks: RankPool, folder: Path) -> None:
+    """Every engine log-prob is NaN: nothing trains, and it says why."""
+    (result,) = ranks.run(1, train_with_broken_logprobs, config(folder, 1))
+    (step,) = result["steps"]
+    assert len(set(result["digests"])) == 1
+    assert step["optimizer_steps_skipped"] == 2
+    assert (step["num_valid_tokens"], step["num_valid_samples"]) == (0, 0)
+    assert step["num_dropped_tokens"] == 16 * step["response_length/mean"]
+
+
+@pytest.mark.timeout(240)
+def test_forced_on_policy_needs_no_log_probs_from_before_the_step(ranks: RankPool, folder: Path) -> None:
+    """One optimizer step on whatever log-probs; the loss reports what the monitor would have."""
+    forced, masking = (
+        config(folder, 1, **keys).model_copy(
+            update={
+                "loss_fn": ClippedPGLossConfig(force_on_policy_ratio=True, reference_policy_kl_penalty=0.0),
+                "policy": config(folder, 1).policy.model_copy(update={"train_global_batch_size": 16}),
+            }
+        )
+        for keys in ({}, {"seq_logprob_error_action": "mask"})
+    )
+    (got,) = ranks.run(1, train_recorded, forced, None, three_of_four)
+    (want,) = ranks.run(1, train_recorded, masking, None, three_of_four)
+    assert got["digests"] == want["digests"]
+    without, with_check = got["steps"][0], want["steps"][0]
+    assert with_check.pop("seq_logprob_error_flagged_fraction") == 0
+    assert without == pytest.approx(with_check)
 
 
 @pytest.mark.timeout(240)

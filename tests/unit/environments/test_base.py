@@ -37,6 +37,7 @@ def test_components_are_summed_and_named() -> None:
         (EnvironmentReturn(torch.ones(2, 1)), r"rewards has shape \[2, 1\]"),
         (EnvironmentReturn([1.0, 0.0]), "rewards has list"),  # type: ignore[arg-type]
         (EnvironmentReturn({}), "empty dict"),
+        (EnvironmentReturn({"mean": torch.ones(2)}), "a reward component is called 'mean'"),
         (EnvironmentReturn({"a": torch.ones(2), "b": torch.ones(1)}), r"component 'b' has shape \[1\]"),
         (EnvironmentReturn({"a": torch.tensor([1.0, torch.nan])}), "component 'a' of rollout 1 is nan"),
         (EnvironmentReturn(torch.tensor([1e300, 0.0], dtype=torch.float64)), "rewards of rollout 0 is inf"),
