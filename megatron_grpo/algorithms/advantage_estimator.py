@@ -10,19 +10,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_grpo.algorithms.group_statistics import GroupStatistics, all_reduce, group_statistics
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.config.loss import ClippedPGLossConfig
-from megatron_grpo.parallel.reductions import Metrics, Reduction, masked_max, masked_min
+from megatron_grpo.parallel.reductions import Metrics, Reduction, masked_max, masked_mean, masked_min
 
 REWARD_COMPONENT_PREFIX = "reward/"
 _STD_EPSILON = 1e-6
 _VARIANCE_FLOOR = 1e-8
-# The components of GDPO may cancel in every row; what is left is rounding, which must not be scaled up to 1.
-_ROUNDING = 1e-12
+_ROUNDING = 64 * torch.finfo(torch.float64).eps
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class AdvantageInputs:
         sample_mask: ``[B]``, 0 for a row that is in no statistic.
         token_mask: ``[B, S]``, nonzero at response tokens.
         components: ``reward/<name>`` to ``[B]``; the same names on all ranks.
-        kl: ``[B, S]`` KL to the reference policy, without its coefficient, for ``use_kl_in_reward``.
+        kl: ``[B, S]`` KL to the reference policy, without its coefficient, for ``use_kl_in_reward``; a token whose
+            KL is NaN is left out, and counted.
     """
 
     rewards: Tensor
@@ -120,7 +121,9 @@ class AdvantageEstimator(ABC):
                 "loss_fn.use_kl_in_reward is true but the batch has no KL; compute the reference policy's "
                 "log-probs, or set it to false"
             )
-        return torch.where(inputs.valid_tokens, self.kl_coefficient * inputs.kl.double(), 0.0)
+        return torch.where(
+            inputs.valid_tokens & inputs.kl.isfinite(), self.kl_coefficient * inputs.kl.double(), 0.0
+        )
 
     def _check_finite(self, names: list[str], values: Tensor, inputs: AdvantageInputs) -> Tensor:
         """``[B, K]`` values in float64, 0 in rows that do not count; raises on all ranks or on none."""
@@ -159,6 +162,10 @@ class AdvantageEstimator(ABC):
             "advantage_min": masked_min(advantages, counted, "sequences"),
             "advantage_max": masked_max(advantages, counted, "sequences"),
         }
+        if self.use_kl_in_reward and inputs.kl is not None:
+            finite = inputs.kl.isfinite()
+            metrics["kl_penalty"] = masked_mean(inputs.kl, mask & finite, "sequences")
+            metrics["num_dropped_kl_tokens"] = Reduction.total((mask & ~finite).sum(), "sequences")
         return result, metrics
 
 
@@ -179,8 +186,18 @@ class GDPOAdvantageEstimator(AdvantageEstimator):
     """GRPO per reward component, summed, then brought to mean 0 and unbiased deviation 1 over the batch.
 
     Raises:
-        ValueError: fewer than two components, or one with a NaN or an infinity.
+        ValueError: ``use_kl_in_reward``, fewer than two components, or one with a NaN or an infinity.
     """
+
+    def __init__(
+        self, config: GRPOConfig, loss_config: ClippedPGLossConfig, dp_group: ProcessGroup | None
+    ) -> None:
+        super().__init__(config, loss_config, dp_group)
+        if self.use_kl_in_reward:
+            raise ValueError(
+                "loss_fn.use_kl_in_reward is true and grpo.adv_estimator.name is gdpo, whose rewards are components; "
+                "set the first to false, and the KL stays in the loss"
+            )
 
     def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Metrics]:
         names = get_gdpo_reward_component_keys(inputs.components)
@@ -191,14 +208,27 @@ class GDPOAdvantageEstimator(AdvantageEstimator):
             )
         rewards = self._check_finite(names, torch.stack([inputs.components[n] for n in names], 1), inputs)
         groups = self._statistics(rewards, inputs)  # [B, K]
-        total = self._group_relative(rewards, groups).sum(1, keepdim=True)
-        return self._finish(self._standardised(total, groups, inputs), groups, inputs)
+        parts = self._group_relative(rewards, groups)
+        return self._finish(self._standardised(parts, groups, inputs), groups, inputs)
 
-    def _standardised(self, total: Tensor, groups: GroupStatistics, inputs: AdvantageInputs) -> Tensor:
+    def _standardised(self, parts: Tensor, groups: GroupStatistics, inputs: AdvantageInputs) -> Tensor:
+        """``[B, 1]`` from the advantages ``[B, K]`` of the components.
+
+        They may cancel in every row of the batch. What is then left is rounding, and the epsilon of the normalisation,
+        neither of which must be scaled up to 1.
+        """
+        total = parts.sum(1, keepdim=True)
         mean, squares, count = masked_moments(total, inputs.valid_rows[:, None], self.dp_group)
+        left = torch.full_like(parts, _ROUNDING)
+        if self.config.adv_estimator.normalize_rewards:
+            left += _STD_EPSILON / groups.std.clamp(min=torch.finfo(parts.dtype).tiny)
+        leftover = torch.cat(
+            [(left * parts.abs()).sum(1), parts.new_zeros(1)]
+        ).max()  # a rank may hold no row
+        all_reduce(leftover, self.dp_group, dist.ReduceOp.MAX)
+        nothing = groups.degenerate.all(1, keepdim=True) | (squares <= count * leftover.square())
         std = (squares / (count - 1).clamp(min=1)).sqrt()
-        standardised = (total - mean) / std.clamp(min=_ROUNDING)
-        return torch.where(groups.degenerate.all(1, keepdim=True) | (std < _ROUNDING), 0.0, standardised)
+        return torch.where(nothing, 0.0, (total - mean) / torch.where(std > 0, std, 1.0))
 
 
 class ReinforcePlusPlusAdvantageEstimator(AdvantageEstimator):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_grpo.config import RunConfig
 from tests.rank_pool import RankPool
 from tests.recorded_training import assert_same_training, run_config, train_recorded
 from tests.tiny_model import write_tiny_model
@@ -66,3 +67,22 @@ def test_training_changes_the_weights(embeddings: str, reference: Any) -> None:
     moved = [k for k, v in result["weights"].items() if (v - start[k]).abs().max() > 1e-4]
     assert len(moved) == len(start)
     assert all(step["grad_norm"] > 0 for step in result["steps"])
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("packing", [None, PACKING], ids=["padded", "packed"])
+def test_whitening_is_over_whole_rows_under_context_parallelism(
+    packing: dict[str, Any] | None, reference: Any, ranks: RankPool
+) -> None:
+    """Reinforce++ with the KL in the reward, where a rank holds no response token of some sequences."""
+    model, folder, _ = reference("tied")
+
+    def config(packing: dict[str, Any] | None, **parallel: Any) -> RunConfig:
+        values = run_config(model, folder, 2, packing, **parallel).model_dump()
+        values["grpo"]["adv_estimator"]["name"] = "reinforce_plus_plus"
+        values["loss_fn"]["use_kl_in_reward"] = True
+        return RunConfig.model_validate(values)
+
+    (expected,) = ranks.run(1, train_recorded, config(None))
+    assert all(step["kl_penalty"] >= 0 for step in expected["steps"])
+    assert_same_training(ranks.run(2, train_recorded, config(packing, context_parallel_size=2)), expected)

@@ -21,7 +21,6 @@ from megatron_grpo.config.loss import ClippedPGLossConfig
 
 _STD_EPSILON = 1e-6
 _VARIANCE_FLOOR = 1e-8
-# The components of GDPO may cancel in every row; what is left is rounding, which must not be scaled up to 1.
 _ROUNDING_STEPS = 64
 
 
@@ -33,8 +32,9 @@ class AdvantageInputs(NamedTuple):
         group_ids: ``[B]`` integers, given when the prompt was drawn, in any order.
         sample_mask: ``[B]``, 0 for a row that is in no statistic.
         token_mask: ``[B, S]``, nonzero at response tokens.
-        components: reward component by name, ``[B]`` each, for gdpo.
-        kl: ``[B, S]`` KL to the reference policy, without its coefficient, for ``use_kl_in_reward``.
+        components: ``reward/<name>`` to ``[B]``, for gdpo.
+        kl: ``[B, S]`` KL to the reference policy, without its coefficient, for ``use_kl_in_reward``; a token whose
+            KL is NaN is left out.
     """
 
     rewards: Array
@@ -113,7 +113,7 @@ def advantages(config: GRPOConfig, loss_config: ClippedPGLossConfig, inputs: Adv
     if name == "grpo":
         result = _group_relative(config, values, groups)
     elif name == "gdpo":
-        result = _standardised(_group_relative(config, values, groups), groups, valid)
+        result = _standardised(config, _group_relative(config, values, groups), groups, valid)
     else:
         result = _whitened(config, values, penalty, groups, tokens)
 
@@ -164,13 +164,20 @@ def _group_relative(config: GRPOConfig, values: Array, groups: _Groups) -> Array
     return jnp.where(groups.degenerate, 0, relative)
 
 
-def _standardised(parts: Array, groups: _Groups, valid: Array) -> Array:
-    """``[B, 1]`` sum of the components' advantages, to mean 0 and unbiased deviation 1 over the valid rows."""
+def _standardised(config: GRPOConfig, parts: Array, groups: _Groups, valid: Array) -> Array:
+    """``[B, 1]`` sum of the components' advantages, to mean 0 and unbiased deviation 1 over the valid rows.
+
+    They may cancel in every row of the batch. What is then left is rounding, and the epsilon of the normalisation,
+    neither of which must be scaled up to 1.
+    """
     total = parts.sum(1, keepdims=True)
     mean, squares, count = _moments(total, valid[:, None])
+    left = jnp.full_like(parts, _ROUNDING_STEPS * np.finfo(parts.dtype).eps)
+    if config.adv_estimator.normalize_rewards:
+        left += _STD_EPSILON / jnp.maximum(groups.std, np.finfo(parts.dtype).tiny)
+    leftover = (left * jnp.abs(parts)).sum(1).max(initial=0)
+    nothing = groups.degenerate.all(1, keepdims=True) | (squares <= count * leftover**2)
     std = jnp.sqrt(squares / jnp.maximum(count - 1, 1))
-    rounding = _ROUNDING_STEPS * np.finfo(parts.dtype).eps * jnp.abs(parts).max(initial=0)
-    nothing = groups.degenerate.all(1, keepdims=True) | (std <= rounding)
     return jnp.where(nothing, 0, (total - mean) / jnp.where(std > 0, std, 1))
 
 
@@ -202,11 +209,14 @@ def _penalty(
             "loss_fn.use_kl_in_reward is true but the batch has no KL; compute the reference policy's log-probs, "
             "or set it to false"
         )
-    return jnp.where(tokens, loss_config.reference_policy_kl_penalty * inputs.kl.astype(dtype), 0)
+    known = tokens & jnp.isfinite(inputs.kl)
+    return jnp.where(known, loss_config.reference_policy_kl_penalty * inputs.kl.astype(dtype), 0)
 
 
 def _components(inputs: AdvantageInputs) -> Mapping[str, Array]:
-    components = inputs.components or {}
+    components = {
+        name: values for name, values in (inputs.components or {}).items() if name.startswith("reward/")
+    }
     if len(components) < 2:
         raise ValueError(
             f"grpo.adv_estimator.name is gdpo but there are {len(components)} reward components "

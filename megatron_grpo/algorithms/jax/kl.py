@@ -22,7 +22,7 @@ def kl_estimate(log_ratio: Array, kl_type: Literal["k1", "k2", "k3"]) -> Array:
         return log_ratio**2 / 2
     # the largest exponent that does not overflow: where nothing clamps the input, the gradient stays finite
     largest = math.log(np.finfo(log_ratio.dtype).max) - 1
-    return jnp.exp(bound(log_ratio, -largest, largest)) - 1 - log_ratio
+    return jnp.expm1(jnp.where(log_ratio > largest, largest, log_ratio)) - log_ratio
 
 
 def kl_penalty(
@@ -49,12 +49,15 @@ def kl_in_reward(config: ClippedPGLossConfig, logprobs: Array, reference_logprob
 
     Args:
         logprobs, reference_logprobs: same shape; of the policy before the step, and the reference.
+
+    Returns:
+        NaN where one of them is not finite: the estimators leave such a token out.
     """
     log_ratio = stop_gradient(reference_logprobs - logprobs)
     limit = config.kl_input_clamp_value
-    if limit is not None:
-        log_ratio = bound(log_ratio, -limit, limit)
-    return _bounded_output(config, kl_estimate(log_ratio, config.reference_policy_kl_type))
+    bounded = log_ratio if limit is None else bound(log_ratio, -limit, limit)
+    estimate = _bounded_output(config, kl_estimate(bounded, config.reference_policy_kl_type))
+    return jnp.where(jnp.isfinite(log_ratio), estimate, jnp.nan)
 
 
 def _bounded_output(config: ClippedPGLossConfig, kl: Array) -> Array:

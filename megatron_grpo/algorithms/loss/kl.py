@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -19,7 +20,8 @@ def kl_estimate(log_ratio: Tensor, kl_type: KLType) -> Tensor:
         return -log_ratio
     if kl_type == "k2":
         return log_ratio.square() / 2
-    return log_ratio.exp() - 1 - log_ratio
+    # up to the largest exponent that does not overflow: where no clamp is configured, the gradient stays finite
+    return log_ratio.clamp(max=math.log(torch.finfo(log_ratio.dtype).max) - 1).expm1() - log_ratio
 
 
 def kl_penalty(
@@ -46,9 +48,13 @@ def kl_in_reward(config: ClippedPGLossConfig, logprobs: Tensor, reference_logpro
 
     Args:
         logprobs, reference_logprobs: same shape; of the policy before the step, and the reference.
+
+    Returns:
+        NaN where one of them is not finite: the estimators leave such a token out.
     """
-    log_ratio = _clamped((reference_logprobs - logprobs).detach(), config.kl_input_clamp_value)
-    return _bounded(config, kl_estimate(log_ratio, config.reference_policy_kl_type))
+    log_ratio = (reference_logprobs - logprobs).detach()
+    estimate = kl_estimate(_clamped(log_ratio, config.kl_input_clamp_value), config.reference_policy_kl_type)
+    return torch.where(log_ratio.isfinite(), _bounded(config, estimate), torch.nan)
 
 
 def _bounded(config: ClippedPGLossConfig, kl: Tensor) -> Tensor:

@@ -85,6 +85,15 @@ class ClippedPGLossFn:
         """Whether the loss has a KL term."""
         return self.config.reference_policy_kl_penalty > 0 and not self.config.use_kl_in_reward
 
+    def usable(self, prev: Tensor | None, generation: Tensor, reference: Tensor | None) -> Tensor:
+        """Where the log-probs that the loss looks at are finite, the current ones aside; it drops other tokens."""
+        usable = generation.isfinite()
+        if prev is not None and not self.config.force_on_policy_ratio:
+            usable = usable & prev.isfinite()
+        if reference is not None and self.needs_reference_policy:
+            usable = usable & reference.isfinite()
+        return usable
+
     def __call__(self, curr_logprobs: Tensor, inputs: LossInputs) -> LossOutput:
         """The loss of one micro-batch.
 
@@ -148,8 +157,9 @@ class ClippedPGLossFn:
             return -advantages * clipped.detach() * c
         loss = torch.maximum(-advantages * ratio, -advantages * clipped)
         if config.ratio_clip_c is not None:  # dual clip, https://arxiv.org/abs/1912.09729
-            bounded = torch.minimum(loss, -advantages * config.ratio_clip_c)
-            loss = torch.where(advantages < 0, bounded, loss)
+            bound = -advantages * config.ratio_clip_c
+            # not torch.minimum, which halves the gradient where both are equal
+            loss = torch.where((advantages < 0) & (loss > bound), bound, loss)
         return loss
 
     def _replace_excluded(self, curr_logprobs: Tensor, inputs: LossInputs) -> _Tokens:
@@ -170,10 +180,7 @@ class ClippedPGLossFn:
                 "reference_policy_logprobs is missing; compute them, or set the penalty to 0"
             )
         asked = inputs.sequences.token_mask(inputs.token_mask)
-        finite = torch.ones_like(asked)
-        for logprobs in (curr_logprobs, p, g, r):
-            if logprobs is not None:
-                finite &= logprobs.detach().isfinite()
+        finite = curr_logprobs.detach().isfinite() & self.usable(p, g, r)
         mask = asked & finite
 
         def clean(x: Tensor) -> Tensor:

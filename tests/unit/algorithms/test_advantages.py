@@ -127,6 +127,17 @@ def test_kl_in_reward_of_grpo_is_summed_over_the_valid_tokens() -> None:
     assert result[0].tolist() == [[0, pytest.approx(0.9), pytest.approx(0.9)], [0, pytest.approx(-0.9), 0]]
 
 
+def test_a_token_without_a_kl_is_left_out_and_counted() -> None:
+    kl = torch.tensor([[0.5, math.nan], [1.0, 3.0]], dtype=torch.float64)
+    for name in ("grpo", "reinforce_plus_plus"):
+        advantages, metrics = estimate([1.0, 0.0], [0, 0], name=name, token_mask=torch.ones(2, 2), kl=kl)
+        assert advantages.isfinite().all()
+        assert metrics["num_dropped_kl_tokens"].value() == 1
+        assert metrics["kl_penalty"].value() == 1.5
+        zero = estimate([1.0, 0.0], [0, 0], name=name, token_mask=torch.ones(2, 2), kl=kl.nan_to_num())
+        assert torch.equal(advantages, zero[0])
+
+
 def test_kl_in_reward_without_kl_is_refused() -> None:
     loss = ClippedPGLossConfig(use_kl_in_reward=True)
     config = GRPOConfig(max_num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=2)
@@ -173,6 +184,37 @@ def test_components_that_cancel_give_zero_and_not_scaled_rounding() -> None:
     result = gdpo({"reward/a": [0.1, 0.3, 0.7], "reward/b": [-0.1, -0.3, -0.7]}, [0, 0, 0])
     assert first_column(result) == [0.0] * 3
     assert result[1]["num_degenerate_groups"].value() == 0
+
+
+def test_components_of_any_size_are_told_from_rounding() -> None:
+    small = gdpo({"reward/a": [1e-13, 3e-13, 2e-13], "reward/b": [0.0, 1e-13, 0.0]}, [0, 0, 0])
+    large = gdpo({"reward/a": [1e6, 3e6, 2e6], "reward/b": [0.0, 1e6, 0.0]}, [0, 0, 0])
+    assert first_column(small) == pytest.approx(first_column(large))
+    assert min(map(abs, first_column(large))) > 0.1
+    cancelling = {"reward/a": [0.1e6, 0.7e6, 0.3e6], "reward/b": [0.9e6, 0.3e6, 0.7e6]}
+    assert first_column(gdpo(cancelling, [0, 0, 0])) == [0.0] * 3
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_opposite_components_of_a_group_of_two(scale: float, normalize: bool) -> None:
+    """(1, 0) and (0, scale): not degenerate; normalised they cancel, down to the epsilon under the deviation."""
+    components = {"reward/a": [1.0, 0.0], "reward/b": [0.0, scale]}
+    result = gdpo(components, [0, 0], normalize=normalize)
+    assert result[1]["num_degenerate_groups"].value() == 0
+    cancels = normalize or scale == 1
+    assert first_column(result) == ([0.0, 0.0] if cancels else pytest.approx([-(0.5**0.5), 0.5**0.5]))
+
+
+def test_a_group_with_one_equal_component_is_not_degenerate() -> None:
+    result = gdpo({"reward/a": [1.0, 0.0], "reward/b": [1.0, 1.0]}, [0, 0], normalize=True)
+    assert result[1]["num_degenerate_groups"].value() == 0
+    assert first_column(result) == pytest.approx([0.5**0.5, -(0.5**0.5)])
+
+
+def test_kl_in_reward_is_refused_with_gdpo() -> None:
+    with pytest.raises(ValueError, match=r"use_kl_in_reward is true and .*gdpo"):
+        gdpo({"reward/a": [1.0, 0.0], "reward/b": [0.0, 1.0]}, [0, 0], kl=torch.zeros(2, 1))
 
 
 def test_degenerate_group_of_gdpo_is_exactly_zero() -> None:

@@ -183,7 +183,7 @@ def test_input_that_is_missing_is_named() -> None:
 
 @pytest.mark.parametrize("kl_type", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("on_policy", [False, True])
-@pytest.mark.parametrize("clamps", [(20.0, 10.0), (0.5, 0.2), (None, None)])
+@pytest.mark.parametrize("clamps", [(20.0, 10.0), (0.5, 0.2), (None, 10.0), (1000.0, 10.0), (None, None)])
 def test_kl(kl_type: Any, on_policy: bool, clamps: tuple[float | None, float | None]) -> None:
     config = ClippedPGLossConfig(
         reference_policy_kl_type=kl_type,
@@ -192,7 +192,7 @@ def test_kl(kl_type: Any, on_policy: bool, clamps: tuple[float | None, float | N
         kl_output_clamp_value=clamps[1],
     )
     c, r, g = torch.randn(3, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
-    c[:4], r[:4] = 0, torch.tensor([0.5, -0.5, 20, -20])  # exactly on the limits
+    c[:6], r[:6] = 0, torch.tensor([0.5, -0.5, 20, -20, 900, -900])  # on the limits, and where exp overflows
     c.requires_grad_()
     expected = torch_kl.kl_penalty(config, c, r, g)
     expected.sum().backward()
@@ -200,7 +200,11 @@ def test_kl(kl_type: Any, on_policy: bool, clamps: tuple[float | None, float | N
     np.testing.assert_allclose(kl_penalty(config, *arrays), expected.detach(), **TIGHT)
     gradient = jax.grad(lambda current: kl_penalty(config, current, *arrays[1:]).sum())(arrays[0])
     np.testing.assert_allclose(gradient, c.grad, **TIGHT)
+    with torch.no_grad():
+        r[6:8] = torch.tensor([math.nan, math.inf])
+    arrays[1] = jnp.asarray(r.numpy())
     in_reward = torch_kl.kl_in_reward(config, c, r)
+    assert in_reward.isnan().sum() == 2
     np.testing.assert_allclose(kl_in_reward(config, *arrays[:2]), in_reward, **TIGHT)
 
 
@@ -239,7 +243,7 @@ def test_golden_advantages(case: dict[str, Any]) -> None:
         group_ids=group_ids,
         sample_mask=jnp.asarray(case.get("sample_mask", [1.0] * rows)),
         token_mask=jnp.asarray(case.get("token_mask", [[1.0]] * rows)),
-        components={name: jnp.asarray(r) for name, r in case.get("reward_components", {}).items()},
+        components={f"reward/{n}": jnp.asarray(r) for n, r in case.get("reward_components", {}).items()},
         kl=kl,
     )
     jax_advantages.check_rewards(config, inputs)
@@ -275,8 +279,8 @@ def advantage_inputs(seed: int = 0, rows: int = 40, width: int = 5) -> dict[str,
         "group_ids": group_ids,
         "sample_mask": sample_mask,
         "token_mask": (rng.random((rows, width)) > 0.3).astype(float),
-        "components": {"reward/first": first, "reward/second": second},
-        "kl": np.where(rng.random((rows, width)) > 0.1, rng.random((rows, width)), 0.0),
+        "components": {"reward/first": first, "reward/second": second, "environment/turns": second**2},
+        "kl": np.where(rng.random((rows, width)) > 0.1, rng.random((rows, width)), np.nan),
     }
 
 
@@ -290,6 +294,8 @@ def test_advantages_of_random_batches(estimator: dict[str, object], use_kl_in_re
     if config.adv_estimator.name == "gdpo" and use_kl_in_reward:
         with pytest.raises(ValueError, match="use_kl_in_reward"):
             jax_advantages.advantages(config, loss, inputs)
+        with pytest.raises(ValueError, match="use_kl_in_reward"):
+            torch_advantages.make_advantage_estimator(config, loss, None)
         return
     got = jitted_advantages(config, loss, inputs)
     estimate = torch_advantages.make_advantage_estimator(config, loss, None)
@@ -309,25 +315,32 @@ def test_degenerate_groups_are_exactly_0() -> None:
         assert int((values != 0).sum()) > 50
 
 
-def test_components_that_cancel_are_not_scaled_up() -> None:
-    rewards = jnp.asarray([0.1, 0.7, 0.3, 0.9])
-    inputs = jax_advantages.AdvantageInputs(
-        rewards,
-        jnp.asarray([1, 1, 2, 2]),
-        jnp.ones(4),
-        jnp.ones((4, 1)),
-        {"a": rewards * 3, "b": -3 * rewards},
-    )
-    values = jax_advantages.advantages(grpo_config(name="gdpo"), ClippedPGLossConfig(), inputs).values
-    assert (values == 0).all()
+@pytest.mark.parametrize("normalize", [True, False])
+def test_components_that_cancel_are_not_scaled_up(normalize: bool) -> None:
+    rewards = np.asarray([0.1, 0.7, 0.3, 0.9])
+    given = {
+        "rewards": rewards,
+        "group_ids": np.asarray([1, 1, 2, 2]),
+        "sample_mask": np.ones(4),
+        "token_mask": np.ones((4, 1)),
+        "components": {"reward/a": 1e6 * rewards, "reward/b": (2.0 if normalize else 1e6) * (1 - rewards)},
+    }
+    inputs = jax_advantages.AdvantageInputs(**jax.tree.map(jnp.asarray, given))
+    config, loss = grpo_config(name="gdpo", normalize_rewards=normalize), ClippedPGLossConfig()
+    assert (jax_advantages.advantages(config, loss, inputs).values == 0).all()
+    estimate = torch_advantages.make_advantage_estimator(config, loss, None)
+    assert (estimate(torch_advantages.AdvantageInputs(**jax.tree.map(torch.from_numpy, given)))[0] == 0).all()
 
 
 def test_reward_that_is_not_finite_is_named_and_spoils_its_group() -> None:
     inputs = jax_advantages.AdvantageInputs(
         jnp.asarray([1.0, math.nan, 0.0, 1.0]), jnp.asarray([1, 1, 2, 2]), jnp.ones(4), jnp.ones((4, 1)),
-        {"format": jnp.asarray([0.0, math.inf, 1.0, 1.0]), "correct": jnp.zeros(4)},
+        {"reward/format": jnp.asarray([0.0, math.inf, 1.0, 1.0]), "reward/correct": jnp.zeros(4)},
     )  # fmt: skip
-    for name, message in (("grpo", "the reward is not finite in 1"), ("gdpo", "format is not finite in 1")):
+    for name, message in (
+        ("grpo", "the reward is not finite in 1"),
+        ("gdpo", "reward/format is not finite in 1"),
+    ):
         with pytest.raises(ValueError, match=message):
             jax_advantages.check_rewards(grpo_config(name=name), inputs)
     values = jax_advantages.advantages(grpo_config(name="grpo"), ClippedPGLossConfig(), inputs).values
@@ -337,7 +350,11 @@ def test_reward_that_is_not_finite_is_named_and_spoils_its_group() -> None:
 
 def test_gdpo_needs_two_components() -> None:
     inputs = jax_advantages.AdvantageInputs(
-        jnp.ones(2), jnp.ones(2), jnp.ones(2), jnp.ones((2, 1)), {"a": jnp.ones(2)}
+        jnp.ones(2),
+        jnp.ones(2),
+        jnp.ones(2),
+        jnp.ones((2, 1)),
+        {"reward/a": jnp.ones(2), "environment/turns": jnp.ones(2)},
     )
     with pytest.raises(ValueError, match="1 reward components"):
         jax_advantages.advantages(grpo_config(name="gdpo"), ClippedPGLossConfig(), inputs)

@@ -243,17 +243,22 @@ def test_cispo_on_stale_data_carries_the_weight_against_the_generating_policy() 
     )
 
 
-def test_importance_weights_carry_no_gradient() -> None:
+@pytest.mark.parametrize("high", [None, 1.05])
+@pytest.mark.parametrize("surrogate", ["disable_ppo_ratio", "use_cispo", "force_on_policy_ratio"])
+def test_importance_weights_carry_no_gradient(surrogate: str, high: float | None) -> None:
+    """The live log-probs are also the previous ones, and the engine's are a leaf: weights are constants even so."""
+    truncation = {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": high}
+    config = ClippedPGLossConfig(
+        **{surrogate: True}, use_importance_sampling_correction=True, **(truncation if high else {}), **NO_KL
+    )
     batch = random_batch()
-    leaves = {name: batch[name].clone().requires_grad_() for name in ("prev", "generation")}
-    config = ClippedPGLossConfig(force_on_policy_ratio=True, use_importance_sampling_correction=True, **NO_KL)
-    curr = batch["curr"].requires_grad_()
-    output = micro_batch_loss(config, {**batch, **leaves})
+    curr, generation = batch["curr"].requires_grad_(), batch["generation"].requires_grad_()
+    output = micro_batch_loss(config, {**batch, "curr": curr, "prev": curr, "generation": generation})
     output.loss_sum.backward()
-    weight = (batch["curr"] - batch["generation"]).detach().exp()
+    weight = (curr - generation).detach().exp().clamp(max=high or math.inf)
     valid = batch["token_mask"] * batch["sample_mask"][:, None]
     torch.testing.assert_close(curr.grad, -batch["advantages"] * weight * valid, rtol=1e-13, atol=0)
-    assert leaves["prev"].grad is None
+    assert generation.grad is None or generation.grad.abs().max() == 0
 
 
 def test_first_update_has_ratio_one_and_no_clipping() -> None:

@@ -43,6 +43,9 @@ def tis(kind: str, **keys: object) -> dict[str, object]:
         ({"reference_policy_kl_penalty": -0.1}, ["reference_policy_kl_penalty", "-0.1"]),
         ({"reference_policy_kl_penalty": float("inf")}, ["reference_policy_kl_penalty", "finite"]),
         ({"reference_policy_kl_penalty": float("nan")}, ["reference_policy_kl_penalty"]),
+        ({"ratio_clip_max": float("inf")}, ["ratio_clip_max", "finite"]),
+        ({"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.0},
+         ["use_kl_in_reward is true", "reference_policy_kl_penalty is 0", "coefficient"]),
         ({"reference_policy_kl_type": "k4"}, ["reference_policy_kl_type", "k4"]),
     ],
 )  # fmt: skip
