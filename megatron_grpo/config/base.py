@@ -9,9 +9,11 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Config(BaseModel):
-    """Immutable, closed configuration model. Values are validated when the object is built."""
+    """Immutable, closed configuration model of finite values, which are validated when the object is built."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), validate_default=True, allow_inf_nan=False
+    )
 
     @model_validator(mode="before")
     @classmethod

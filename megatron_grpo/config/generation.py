@@ -8,6 +8,17 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 
 from megatron_grpo.config.base import Config
 
+# What rollout/engine_process.py gives to vLLM's api_server and nobody else may, and what would undo it.
+OWN_ARGUMENTS = frozenset(
+    f"--{name}"
+    for name in (
+        "model", "served-model-name", "uds", "host", "port", "api-key", "middleware", "weight-transfer-config",
+        "worker-extension-cls", "logprobs-mode", "generation-config", "override-generation-config", "max-model-len",
+        "max-num-seqs", "dtype", "seed", "enable-scale-out", "disable-uvicorn-access-log", "gpu-memory-utilization",
+        "enforce-eager", "tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "config",
+    )
+)  # fmt: skip
+
 
 class VLLMConfig(Config):
     """How engines are started and watched. GPU-only keys are ignored by vLLM's CPU build."""
@@ -26,7 +37,21 @@ class VLLMConfig(Config):
         600, description="deadline from the start of a server to its first answer"
     )
     request_timeout_s: PositiveFloat = Field(600, description="deadline of one prompt's group")
-    extra_args: tuple[str, ...] = Field((), description="further arguments of vLLM's api_server")
+    extra_args: tuple[str, ...] = Field(
+        (), description="further arguments of vLLM's api_server, none that the engine process sets"
+    )
+
+    @model_validator(mode="after")
+    def _own_arguments_stay(self) -> VLLMConfig:
+        for argument in self.extra_args:
+            name = argument.split("=", 1)[0].replace("_", "-")
+            # argparse also takes the beginning of a name
+            if own := [own for own in OWN_ARGUMENTS if len(name) > 2 and own.startswith(name)]:
+                raise ValueError(
+                    f"extra_args has {argument}: {min(own)} belongs to the engine process; another value would change "
+                    "its log-probs, weights or protection without an error. Remove it, or set the key of this section"
+                )
+        return self
 
     def resolved(self, precision: str) -> VLLMConfig:
         """With ``dtype`` auto replaced by that of ``policy.precision``."""

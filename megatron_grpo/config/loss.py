@@ -28,7 +28,7 @@ class ClippedPGLossConfig(Config):
     )
     use_cispo: bool = Field(False, description="the clipped ratio is a constant weight of every token")
     reference_policy_kl_penalty: NonNegativeFloat = Field(
-        0.01, allow_inf_nan=False, description="coefficient of the KL term; 0: no reference policy is kept"
+        0.01, description="coefficient of the KL term; 0: no reference policy is kept"
     )
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the KL")
     kl_input_clamp_value: PositiveFloat | None = Field(
@@ -61,6 +61,11 @@ class ClippedPGLossConfig(Config):
         self._check_cispo()
         self._check_ratios()
         self._check_truncation()
+        if self.use_kl_in_reward and self.reference_policy_kl_penalty == 0:
+            raise ValueError(
+                "use_kl_in_reward is true and reference_policy_kl_penalty is 0, which leaves no KL to put there; "
+                "give it a coefficient, or set use_kl_in_reward to false"
+            )
         return self
 
     def _check_cispo(self) -> None:

@@ -78,7 +78,8 @@ def vocab_parallel_logprobs(
         outside ``[0, vocab_size)`` has log-prob -inf.
 
     Raises:
-        ValueError: temperature not positive, shapes that do not fit, or fewer columns than ``vocab_size``.
+        ValueError: temperature not positive, shapes that do not fit, fewer columns than ``vocab_size``, or logits that
+            were gathered over ``tp_group``.
     """
     if not 0.0 < temperature < math.inf:
         raise ValueError(f"temperature {temperature} has no log-probs to train on; use a positive number")
@@ -87,6 +88,11 @@ def vocab_parallel_logprobs(
             f"labels {tuple(labels.shape)} do not fit logits {tuple(logits.shape)}: each row needs one label"
         )
     group = tp_group if tp_group is not None and tp_group.size() > 1 else None
+    if group is not None and logits.size(-1) >= vocab_size:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} have the whole vocabulary of {vocab_size} on each of {group.size()} "
+            "tensor-parallel ranks: gathered logits would lose most of their gradient; pass this rank's columns"
+        )
     columns = logits.size(-1) * (group.size() if group else 1)
     if not 0 < vocab_size <= columns:
         raise ValueError(f"vocab_size {vocab_size} is not between 1 and the {columns} columns of the logits")

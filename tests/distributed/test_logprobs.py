@@ -35,6 +35,22 @@ def _shard_errors(
     )
 
 
+def _gathered(rank: int, world: int, vocab: int) -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the test below looks at the text
+        vocab_parallel_logprobs(
+            torch.zeros(2, 64), torch.zeros(2, dtype=torch.int64), dist.group.WORLD, 1.0, vocab
+        )
+    return str(error.value)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("vocab", [61, 64])
+def test_gathered_logits_are_refused(ranks: RankPool, vocab: int) -> None:
+    """The log-probs would be right, and the gradient of all ranks but one zero."""
+    for text in ranks.run(2, _gathered, vocab):
+        assert "gathered logits would lose most of their gradient; pass this rank's columns" in text
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("world", "vocab", "padded", "temperature"),

@@ -98,7 +98,7 @@ def test_every_fault_has_its_key_and_the_given_value(tmp_path: Path) -> None:
 def test_save_and_load_give_the_same_configuration(file: Path, tmp_path: Path) -> None:
     overrides = [
         "policy.optimizer.adam_eps=1e-9",
-        "generation.vllm.extra_args=[--a, b]",
+        "generation.vllm.extra_args=[--swap-space, b]",
         "data.validation={kind: reasoning_gym, task: chain_sum, size: 10, task_args: {min_terms: 2}}",
         "loss_fn.kl_output_clamp_value=null",
     ]

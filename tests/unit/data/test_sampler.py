@@ -25,6 +25,13 @@ def test_each_epoch_is_a_permutation_and_group_ids_never_repeat() -> None:
     assert epochs[0] != epochs[1] != epochs[2]
 
 
+def test_two_prompts_of_the_same_text_are_two_groups() -> None:
+    twins = [Prompt(f"train:{i}", (1, 2), "same") for i in range(2)]
+    draws = PromptSampler(twins, seed=0, shuffle=True).next(4)
+    assert [group_id for group_id, _ in draws] == [0, 1, 2, 3]
+    assert sorted(ids(draws)) == ["train:0", "train:0", "train:1", "train:1"]
+
+
 def test_order_depends_on_seed_and_epoch_only() -> None:
     one_by_one = PromptSampler(PROMPTS, seed=3, shuffle=True)
     draws = [draw for _ in range(25) for draw in one_by_one.next(1)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.config.generation import VLLMConfig
+from megatron_grpo.config.generation import OWN_ARGUMENTS, VLLMConfig
 from megatron_grpo.rollout.auth import KEY_VARIABLE
 from megatron_grpo.rollout.client import KEEP_ALIVE_S
 from megatron_grpo.rollout.engine_process import SERVER, EngineProcess
@@ -66,8 +66,22 @@ def test_command_line_and_environment_on_a_cpu(model: Path) -> None:
         "--max-model-len": "128",
         "--seed": "5",
         "--logprobs-mode": "processed_logprobs",
+        "--generation-config": "vllm",
     }.items():
         assert command[command.index(option) + 1] == value
+
+
+@pytest.mark.parametrize("cuda_device", [None, 0])
+def test_what_the_engine_process_sets_cannot_be_set_again(model: Path, cuda_device: int | None) -> None:
+    engine = _engine(model, cuda_device=cuda_device)
+    options = {argument for argument in engine._command()[3:-2] if argument.startswith("--")}
+    engine.stop()
+    for_the_user = {"--block-size", "--max-num-batched-tokens", "--no-enable-chunked-prefill",
+                    "--distributed-executor-backend", "--disable-log-stats", "--disable-fastapi-docs"}  # fmt: skip
+    assert options - OWN_ARGUMENTS <= for_the_user
+    for argument in (*OWN_ARGUMENTS, "--logprobs-mode=raw_logprobs", "--logprobs_mode", "--logprobs-m"):
+        with pytest.raises(ValueError, match="belongs to the engine process"):
+            VLLMConfig(extra_args=(argument, "x"))
 
 
 def test_gpu_is_picked_among_those_that_the_owner_sees(model: Path) -> None:
