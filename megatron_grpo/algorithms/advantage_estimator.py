@@ -42,6 +42,9 @@ class AdvantageInputs:
         components: ``reward/<name>`` to ``[B]``; the same names on all ranks.
         kl: ``[B, S]`` KL to the reference policy, without its coefficient, for ``use_kl_in_reward``; a token whose
             KL is NaN is left out, and counted.
+
+    Raises:
+        ValueError: a shape or dtype that does not fit, by name.
     """
 
     rewards: Tensor
@@ -50,6 +53,25 @@ class AdvantageInputs:
     token_mask: Tensor
     components: Mapping[str, Tensor] = field(default_factory=dict)
     kl: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        per_token = [self.token_mask] if self.kl is None else [self.token_mask, self.kl]
+        if any(values.dim() != 2 or values.shape != self.token_mask.shape for values in per_token):
+            raise ValueError(
+                f"token_mask (and kl) have the shapes {[list(v.shape) for v in per_token]}; it must be [B, S]"
+            )
+        rows = len(self.token_mask)
+        rewards = {"rewards": self.rewards, **self.components}
+        for name, values in {"group_ids": self.group_ids, "sample_mask": self.sample_mask, **rewards}.items():
+            if values.shape != (rows,):
+                raise ValueError(f"{name} has the shape {list(values.shape)}; token_mask makes it [{rows}]")
+        for name, values in rewards.items():
+            if not values.is_floating_point():
+                raise ValueError(
+                    f"{name} is {values.dtype}, and advantages have its type; give floating-point rewards"
+                )
+        if self.group_ids.dtype != torch.int64:
+            raise ValueError(f"group_ids is {self.group_ids.dtype}; it must be torch.int64")
 
     @property
     def valid_rows(self) -> Tensor:

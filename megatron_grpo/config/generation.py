@@ -20,6 +20,9 @@ OWN_ARGUMENTS = frozenset(
 )  # fmt: skip
 
 
+LOWEST_TEMPERATURE = 0.01  # that vLLM samples at
+
+
 class VLLMConfig(Config):
     """How engines are started and watched. GPU-only keys are ignored by vLLM's CPU build."""
 
@@ -78,6 +81,11 @@ class GenerationConfig(Config):
             raise ValueError(
                 "temperature is 0: greedy rollouts of a group are identical and have no advantage; use a value "
                 "above 0, for example 1.0 (evaluation is greedy in any case)"
+            )
+        if self.temperature < LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"temperature is {self.temperature:g}: vLLM samples at {LOWEST_TEMPERATURE} instead, and the policy's "
+                f"log-probs would be of another distribution; use at least {LOWEST_TEMPERATURE}"
             )
         for key, value, off in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, -1)):
             if value != off:

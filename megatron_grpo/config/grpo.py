@@ -30,7 +30,9 @@ class AsyncGRPOConfig(Config):
 class GRPOConfig(Config):
     """The outer loop."""
 
-    seed: NonNegativeInt = Field(0, description="of prompt order, sampling and the cut into mini-batches")
+    seed: NonNegativeInt = Field(
+        0, lt=2**31, description="of prompt order, sampling and the cut into mini-batches"
+    )
     max_num_steps: PositiveInt = Field(description="rollout steps of the whole run, resumed or not")
     num_prompts_per_step: PositiveInt = Field(description="groups per step; a multiple of the DP size")
     num_generations_per_prompt: PositiveInt = Field(ge=2, description="rollouts per group")
@@ -70,6 +72,12 @@ class GRPOConfig(Config):
         low, high = self.advantage_clip_low, self.advantage_clip_high
         if low is not None and high is not None and low > high:
             raise ValueError(f"advantage_clip_low {low} is above advantage_clip_high {high}; swap them")
+        for key, bound, wrong in (("low", low, (low or 0) > 0), ("high", high, (high or 0) < 0)):
+            if wrong or low == high == 0:
+                raise ValueError(
+                    f"advantage_clip_{key} is {bound}: 0 must lie inside the bounds, and they must differ, or groups "
+                    "without a signal would train and the others would not; use bounds around 0, for example -5 and 5"
+                )
         return self
 
     @model_validator(mode="after")

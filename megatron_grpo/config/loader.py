@@ -6,6 +6,7 @@ second, before any process starts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,38 @@ class ConfigError(ValueError):
     """The configuration can't be used; the message says which key, which value and what to change."""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 without two of its traps: a key that comes twice is an error, and ``1e-5`` is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:  # keys that << merges in come later, and may be the same
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key '{key.value}' comes twice; keep one", problem_mark=key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def _read_yaml(text: str) -> Any:
+    return _unshared(yaml.load(text, _Loader))
+
+
+def _unshared(value: Any) -> Any:
+    """A copy in which aliases are values of their own, so that an override changes one place."""
+    if isinstance(value, dict):
+        return {key: _unshared(item) for key, item in value.items()}
+    return [_unshared(item) for item in value] if isinstance(value, list) else value
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read ``path`` and apply ``overrides`` (``"grpo.seed=1"``; values are YAML).
 
@@ -28,10 +61,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: the file is missing or not YAML, or a key or value is not accepted.
     """
     try:
-        values = yaml.safe_load(path.read_text())
+        values = _read_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"no configuration file {path}; see configs/ for examples") from None
-    except yaml.YAMLError as error:
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}; give a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, not {type(values).__name__}")
@@ -59,7 +94,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
             )
         node = child
     try:
-        node[last] = yaml.safe_load(text)
+        node[last] = _read_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"override '{override}': the value is not valid YAML: {error}") from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from megatron_grpo.config.base import Config
 
@@ -76,10 +76,16 @@ class ParallelConfig(Config):
             )
         return world_size // self.model_parallel_size
 
+    @field_validator("virtual_pipeline_model_parallel_size")
+    @classmethod
+    def _one_chunk_is_none(cls, value: int | None) -> int | None:
+        """Megatron takes 1 for an interleaved schedule."""
+        return None if value == 1 else value
+
     @model_validator(mode="after")
     def _factors_agree(self) -> ParallelConfig:
         vpp = self.virtual_pipeline_model_parallel_size
-        if vpp is not None and vpp > 1 and self.pipeline_model_parallel_size == 1:
+        if vpp is not None and self.pipeline_model_parallel_size == 1:
             raise ValueError(
                 f"virtual_pipeline_model_parallel_size is {vpp} but pipeline_model_parallel_size is 1; "
                 "raise the latter to at least 2 or remove the former"

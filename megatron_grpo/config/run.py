@@ -85,6 +85,11 @@ class RunConfig(Config):
                 "loss_fn.use_kl_in_reward is true and grpo.adv_estimator.name is gdpo, which has no single reward "
                 "to put the KL into; use the KL penalty of the loss (use_kl_in_reward: false)"
             )
+        if self.grpo.adv_estimator.name == "gdpo" and self.env.name == "reasoning_gym":
+            raise ValueError(
+                "grpo.adv_estimator.name is gdpo and env.name is reasoning_gym, which gives one reward and no "
+                "components; set the first to grpo, or env.name to custom with a class that returns two or more"
+            )
         if (
             self.grpo.val_at_start or self.grpo.val_at_end or self.grpo.val_period
         ) and not self.data.validation:

@@ -134,11 +134,26 @@ def refuse_unsupported(hf_config: HFConfig, architecture: str, supported: Mappin
             )
 
 
-def require_keys(hf_config: HFConfig, architecture: str, keys: Sequence[str]) -> None:
-    """Raises ValueError, with the names, if keys are missing."""
+def require_sizes(hf_config: HFConfig, architecture: str, keys: Sequence[str]) -> None:
+    """Raises ValueError, with the names and values, if keys are missing or no positive integers."""
     missing = [key for key in keys if key not in hf_config]
     if missing:
         raise ValueError(f"config.json: {', '.join(missing)} missing; {architecture} needs it")
+    for key in keys:
+        value = hf_config[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"config.json: {key} is {value!r}; it must be a positive integer")
+
+
+def positive_number(key: str, value: Any) -> float:
+    """``value`` of the key ``key`` of config.json.
+
+    Raises:
+        ValueError: it is missing, or not a positive finite number.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {key} is {value!r}; it must be a positive number")
+    return float(value)
 
 
 def rope_theta(hf_config: HFConfig) -> float:
@@ -148,6 +163,8 @@ def rope_theta(hf_config: HFConfig) -> float:
         ValueError: a scaled rotary embedding, or no theta at all.
     """
     parameters = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise ValueError(f"config.json: rope_parameters is {parameters!r}; it must be an object")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default":
         raise ValueError(
@@ -157,7 +174,7 @@ def rope_theta(hf_config: HFConfig) -> float:
     theta = parameters.get("rope_theta", hf_config.get("rope_theta"))
     if theta is None:
         raise ValueError("config.json: rope_theta is missing, and so is rope_parameters.rope_theta; add one")
-    return float(theta)
+    return positive_number("rope_theta", theta)
 
 
 def _check_divides(key: str, factor: int, counts: Mapping[str, int]) -> None:

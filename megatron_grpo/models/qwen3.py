@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron_grpo.models.family import ModelDescription, refuse_unsupported, require_keys, rope_theta
+from megatron_grpo.models.family import (
+    ModelDescription,
+    positive_number,
+    refuse_unsupported,
+    require_sizes,
+    rope_theta,
+)
 from megatron_grpo.models.hf_directory import HFConfig
 from megatron_grpo.models.weight_map import (
     QKV,
@@ -26,8 +32,8 @@ _SUPPORTED = {
 }
 _REQUIRED = (
     "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size",
-    "rms_norm_eps",
 )  # fmt: skip
+_OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 
 Mappings = tuple[ParamMapping, ...]
 
@@ -50,11 +56,18 @@ def describe_decoder(
         ValueError: a key is missing, or has a value that is not supported.
     """
     refuse_unsupported(hf_config, architecture, _SUPPORTED)
-    require_keys(hf_config, architecture, _REQUIRED)
+    given = [key for key in _OPTIONAL if hf_config.get(key) is not None]
+    require_sizes(hf_config, architecture, [*_REQUIRED, *given])
     heads: int = hf_config["num_attention_heads"]
     hidden: int = hf_config["hidden_size"]
     groups: int = hf_config.get("num_key_value_heads") or heads
     head_dim: int = hf_config.get("head_dim") or 128  # Qwen3Config's default; not hidden / heads
+    if heads % groups:
+        raise ValueError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}"
+        )
+    if head_dim % 2:
+        raise ValueError(f"config.json: head_dim is {head_dim}; rotary embeddings need an even one")
     layers: int = hf_config["num_hidden_layers"]
     ffn: int = hf_config["intermediate_size"]
     vocab: int = hf_config["vocab_size"]
@@ -96,7 +109,7 @@ def describe_decoder(
             "num_query_groups": groups,
             "kv_channels": head_dim,
             "normalization": "RMSNorm",
-            "layernorm_epsilon": hf_config["rms_norm_eps"],
+            "layernorm_epsilon": positive_number("rms_norm_eps", hf_config.get("rms_norm_eps")),
             "gated_linear_unit": True,
             "activation_func": "silu",
             "add_bias_linear": False,

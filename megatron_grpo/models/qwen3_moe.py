@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_grpo.models.family import ModelDescription, require_keys
+from megatron_grpo.models.family import ModelDescription, require_sizes
 from megatron_grpo.models.hf_directory import HFConfig
 from megatron_grpo.models.qwen3 import Mappings, dense_mlp, describe_decoder, swiglu
 from megatron_grpo.models.weight_map import HFTensor, Replicated
@@ -30,7 +30,10 @@ def describe(hf_config: HFConfig) -> ModelDescription:
     """
     if "num_local_experts" in hf_config:  # what transformers 5 writes for num_experts
         hf_config = {"num_experts": hf_config["num_local_experts"], **hf_config}
-    require_keys(hf_config, ARCHITECTURE, _REQUIRED)
+    given = [key for key in ("decoder_sparse_step",) if key in hf_config]
+    require_sizes(hf_config, ARCHITECTURE, [*_REQUIRED, "num_hidden_layers", *given])
+    if not isinstance(only_mlp := hf_config.get("mlp_only_layers") or [], list):
+        raise ValueError(f"config.json: mlp_only_layers is {only_mlp!r}; it must be a list of layers")
     experts: int = hf_config["num_experts"]
     topk: int = hf_config["num_experts_per_tok"]
     normalized = bool(hf_config.get("norm_topk_prob", False))
@@ -44,7 +47,7 @@ def describe(hf_config: HFConfig) -> ModelDescription:
             "config.json: norm_topk_prob is true and num_experts_per_tok is 1: every routing weight would be 1, "
             "and the router would get no gradient; set norm_topk_prob to false"
         )
-    routed = [_has_experts(hf_config, layer) for layer in range(hf_config.get("num_hidden_layers", 0))]
+    routed = [_has_experts(hf_config, layer) for layer in range(hf_config["num_hidden_layers"])]
     description = describe_decoder(hf_config, ARCHITECTURE, _mlp)
     if not any(routed):
         raise ValueError(

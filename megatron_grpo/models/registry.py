@@ -21,7 +21,7 @@ def describe_model(hf_config: HFConfig) -> ModelDescription:
         ValueError: an architecture that is not registered, or a setting that its family does not support.
     """
     architectures = hf_config.get("architectures") or []
-    for name in architectures:
+    for name in architectures if isinstance(architectures, list) else []:
         if name in FAMILIES:
             return FAMILIES[name](hf_config)
     raise ValueError(

@@ -133,6 +133,10 @@ def solve(problem: Problem, layout: ParallelLayout) -> tuple[Experience, Answer]
     logprobs = _row_by_row(model[0], batch, vocab, problem.temperature)  # [B, S]
     batch = _with_recorded_logprobs(batch, logprobs.detach(), problem.batch)
     output = ClippedPGLossFn(problem.loss_fn)(logprobs.flatten(), _whole_batch(batch))
+    if not output.num_tokens:
+        raise ValueError(
+            f"nothing trains in {problem.batch}: there would be no gradient to compare; use more rows"
+        )
     # router losses are attached to the model's graph, as sums over tokens, and divided with the loss
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=platform.device()))
     torch.autograd.backward(output.loss_sum)

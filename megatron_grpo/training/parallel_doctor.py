@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -25,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from megatron_grpo.config import RunConfig
+from megatron_grpo.config import ConfigError, RunConfig
 from megatron_grpo.config.parallel import ParallelConfig
 from megatron_grpo.parallel import platform
 from megatron_grpo.parallel.layout import ParallelLayout, initialize_layout
@@ -66,7 +67,7 @@ def diagnose(run: RunConfig, say: Say) -> int:
         ConfigError: the run cannot be examined.
     """
     if "WORLD_SIZE" in os.environ:
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank, world = _launched()
         examination = plan_examination(run, world)
         store, rank, _ = next(rendezvous("env://", rank, world))
         examine(examination, store, rank, say)
@@ -78,13 +79,37 @@ def diagnose(run: RunConfig, say: Say) -> int:
         tempfile.TemporaryDirectory() as folder
     ):  # a file of this user alone: what is in the store is unpickled
         path = os.path.join(folder, "store")
-        start_processes(  # type: ignore[no-untyped-call]
-            _start_rank, (examination, path, say, examine), examination.ranks, start_method="spawn"
-        )
+        try:
+            start_processes(  # type: ignore[no-untyped-call]
+                _start_rank,
+                (examination, path, say, examine),
+                examination.ranks,
+                daemon=True,
+                start_method="spawn",
+            )
+        except (ProcessExitedException, ProcessRaisedException) as error:
+            say(f"rank {error.error_index} of the doctor ended before the result: {str(error).strip()}")
+            return 1
         return int(FileStore(path, -1).get(_VERDICT))
 
 
+def _launched() -> tuple[int, int]:
+    """Rank and world size that torchrun or launch/slurm.sbatch set."""
+    values = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    numbers = [values[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
+    if not all(number.isdecimal() for number in numbers) or not values["MASTER_ADDR"]:
+        given = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        raise ConfigError(
+            f"WORLD_SIZE is set, so this is a rank of torchrun or srun, but they are not all there: {given}; start the "
+            "doctor with launch/torchrun.sh or launch/slurm.sbatch, or unset WORLD_SIZE to let it start its own ranks"
+        )
+    return int(values["RANK"]), int(values["WORLD_SIZE"])
+
+
 def _start_rank(rank: int, examination: Examination, path: str, say: Say, entry: Callable[..., None]) -> None:
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # a rank that waits in the store would not see KeyboardInterrupt
     entry(examination, FileStore(path, -1), rank, say)
 
 
@@ -234,6 +259,7 @@ def _described(factor: Factor) -> str:
         "VPP": parallel.virtual_pipeline_model_parallel_size or 1,
         "CP": parallel.context_parallel_size,
         "EP": parallel.expert_model_parallel_size,
+        "ETP": parallel.expert_tensor_parallel_size or 1,
         "DP": factor.ranks // parallel.model_parallel_size,
     }
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"

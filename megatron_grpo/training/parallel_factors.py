@@ -11,6 +11,7 @@ from megatron_grpo.config.parallel import ParallelConfig
 from megatron_grpo.config.policy import PolicyConfig
 from megatron_grpo.models.hf_directory import HFConfig, read_hf_config
 from megatron_grpo.models.registry import describe_model
+from megatron_grpo.training.preflight import check_layer_spec
 
 RANK_LIMIT = 8  # of the ranks that the doctor starts itself
 _SEQUENCE = 16  # tokens of the longest row
@@ -60,7 +61,12 @@ def plan_examination(run: RunConfig, ranks: int | None = None) -> Examination:
     """
     try:
         hf_config = read_hf_config(run.policy.model_path)
-        describe_model(hf_config).check_policy(run.policy)
+        model = describe_model(hf_config)
+    except ValueError as error:
+        raise ConfigError(f"policy.model_path: {error}") from None
+    try:
+        model.check_policy(run.policy)
+        check_layer_spec(run.policy)
         if ranks is not None:
             run.policy.parallel.data_parallel_size(ranks)
     except ValueError as error:
@@ -75,6 +81,7 @@ def plan_examination(run: RunConfig, ranks: int | None = None) -> Examination:
         "PP": wanted.pipeline_model_parallel_size,
         "CP": wanted.context_parallel_size,
         "EP": wanted.expert_model_parallel_size,
+        "ETP": etp or 1,
         "DP": max(1, limit // replica) if ranks is not None else max(2, expert_ranks // per_replica),
     }
     alone = {name: size if size <= limit else 2 for name, size in sizes.items()}
@@ -87,19 +94,22 @@ def plan_examination(run: RunConfig, ranks: int | None = None) -> Examination:
     )
     micro = min(run.policy.train_micro_batch_size, 2)
     at_a_time = math.lcm(alone["PP"], together["PP"]) if vpp > 1 else 1
-    rows = 2 * micro * at_a_time * math.lcm(alone["DP"], together["DP"], alone["EP"])
+    rows = 2 * micro * at_a_time * math.lcm(alone["DP"], together["DP"], alone["EP"], alone["ETP"])
+    rows *= 1 if rows > 2 else 2  # of two rows the batch masks both
 
     def factor(name: str, layout: ParallelConfig, dp: int = 1, packed: bool = True) -> Factor:
         policy = _shrunk_policy(run.policy, layout, micro, rows, packed)
         return Factor(name, policy, layout.model_parallel_size * dp)
 
-    def layout(tp: int = 1, pp: int = 1, vpp: int = 1, cp: int = 1, ep: int = 1) -> ParallelConfig:
+    def layout(
+        tp: int = 1, pp: int = 1, vpp: int = 1, cp: int = 1, ep: int = 1, expert_tp: int | None = None
+    ) -> ParallelConfig:
         return wanted.model_copy(
             update={
                 "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
                 "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None, "context_parallel_size": cp,
                 "expert_model_parallel_size": ep,
-                "expert_tensor_parallel_size": etp and min(etp, tp),
+                "expert_tensor_parallel_size": etp and (expert_tp or min(etp, tp)),
                 "sequence_parallel": wanted.sequence_parallel and tp > 1,
             }
         )  # fmt: skip
@@ -112,6 +122,10 @@ def plan_examination(run: RunConfig, ranks: int | None = None) -> Examination:
         (vpp > 1, factor("vpp", layout(pp=alone["PP"], vpp=vpp))),
         (sizes["CP"] > 1, factor("cp", layout(cp=alone["CP"]))),
         (sizes["EP"] > 1, factor("ep", layout(ep=alone["EP"]), dp=alone["EP"])),
+        (
+            etp is not None and etp > sizes["TP"],
+            factor("etp", layout(expert_tp=alone["ETP"]), dp=alone["ETP"]),
+        ),
         (sizes["DP"] > 1, factor("dp", layout(), dp=alone["DP"])),
         (
             sum(size > 1 for size in together.values()) > 1,
@@ -123,6 +137,7 @@ def plan_examination(run: RunConfig, ranks: int | None = None) -> Examination:
                     vpp if together["PP"] > 1 else 1,
                     together["CP"],
                     together["EP"],
+                    together["ETP"],
                 ),
                 dp=together["DP"],
             ),
@@ -145,8 +160,9 @@ def _fitted(sizes: dict[str, int], etp: int | None, limit: int) -> dict[str, int
     for name in ("DP", "CP", "PP", "TP"):
         if ranks() > limit:
             fitted[name] = 1
-    expert_tp = min(etp or fitted["TP"], fitted["TP"])
-    fitted["EP"] = math.gcd(fitted["EP"], ranks() // (fitted["PP"] * expert_tp))
+    stage = ranks() // fitted["PP"]
+    fitted["ETP"] = math.gcd(etp, stage) if etp else 1
+    fitted["EP"] = math.gcd(fitted["EP"], stage // (fitted["ETP"] if etp else fitted["TP"]))
     return fitted
 
 
@@ -178,7 +194,7 @@ def _shrunk_model(
     """The user's config.json with small sizes that every factor divides, and its ratio of heads to query groups."""
     heads = hf_config["num_attention_heads"]
     ratio = heads // (hf_config.get("num_key_value_heads") or heads)
-    tp, pp = (math.lcm(alone[name], together[name]) for name in ("TP", "PP"))
+    tp, pp, etp = (math.lcm(alone[name], together[name]) for name in ("TP", "PP", "ETP"))
     groups = max(2, tp)
     small = {
         "vocab_size": _VOCABULARY,
@@ -193,7 +209,7 @@ def _shrunk_model(
     if hf_config.get("num_experts") or hf_config.get("num_local_experts"):
         experts = max(4, 2 * math.lcm(alone["EP"], together["EP"]))
         small |= {
-            "num_experts": experts, "num_local_experts": experts, "moe_intermediate_size": 8 * tp,
+            "num_experts": experts, "num_local_experts": experts, "moe_intermediate_size": 8 * math.lcm(tp, etp),
             "decoder_sparse_step": 1, "mlp_only_layers": [],
             "num_experts_per_tok": min(hf_config["num_experts_per_tok"], experts // 2),
         }  # fmt: skip

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 from megatron_grpo.config import ConfigError, RunConfig
+from megatron_grpo.config.policy import PolicyConfig
 from megatron_grpo.models.hf_directory import HFDirectory
 from megatron_grpo.models.registry import describe_model
 
@@ -26,6 +27,7 @@ def check_run(config: RunConfig, world_size: int) -> None:
     except ValueError as error:
         raise ConfigError(f"policy.model_path: {error}") from None
     model.check_policy(config.policy)
+    check_layer_spec(config.policy)
     context = directory.config.get("max_position_embeddings")
     if context is not None and config.policy.max_total_sequence_length > context:
         raise ConfigError(
@@ -38,6 +40,15 @@ def check_run(config: RunConfig, world_size: int) -> None:
         source = getattr(config.data, name)
         if source is not None and source.kind == "jsonl" and not source.path.is_file():
             raise ConfigError(f"data.{name}.path {source.path} does not exist; give the path of a JSONL file")
+
+
+def check_layer_spec(policy: PolicyConfig) -> None:
+    """Raises ConfigError when ``policy.layer_spec`` names layers that are not installed."""
+    if policy.layer_spec == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            "policy.layer_spec is transformer_engine, which is not installed in this environment; run 'make gpu-env', "
+            "or set it to local or auto"
+        )
 
 
 def check_port(port: int) -> None:

@@ -73,6 +73,16 @@ def _scored(group: RolloutGroup, result: Any) -> Group:
     ]
 
 
+def _check_same_names(groups: Sequence[Group]) -> None:
+    names = [sorted(group[0].components) for group in groups]
+    for group, its in zip(groups, names, strict=True):
+        if its != names[0]:
+            raise ValueError(
+                f"prompt {group[0].rollout.prompt.prompt_id}: reward components and metrics {its} differ from the "
+                f"others' {names[0]}; an environment must return the same names for every group"
+            )
+
+
 class SyncFeed:
     """The rollouts of a step are sampled by the weights that the step trains.
 
@@ -147,6 +157,7 @@ class SyncFeed:
             mine = self._sampler.next(grpo.num_prompts_per_step)[layout.dp_rank * share :][:share]
             try:
                 groups = self._driver.sample(mine, grpo.num_generations_per_prompt, self._sampling, step)
+                _check_same_names(groups)
             except Exception as caught:  # noqa: BLE001 - agreed with all ranks, and raised again there
                 error = caught
         agree(error, f"rollouts of step {step + 1}")

@@ -84,7 +84,7 @@ class _Leader:
             config.run_dir / "logs",
             generation.vllm.resolved(config.policy.precision),
             max_model_len=config.policy.max_total_sequence_length,
-            seed=config.grpo.seed * 1009 + layout.dp_rank,
+            seed=(config.grpo.seed * 1009 + layout.dp_rank) % 2**32,  # numpy's are of 32 bits
             cuda_device=None if platform.is_cpu() else torch.cuda.current_device(),
         )
         stack.enter_context(self.engine)  # starts; wait() waits

@@ -8,6 +8,11 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +23,9 @@ import pytest
 import yaml
 
 from megatron_grpo import cli
+from megatron_grpo.config import ConfigError, load_config
+from megatron_grpo.training.parallel_doctor import diagnose
+from megatron_grpo.training.parallel_factors import plan_examination
 from tests.distributed.differential import (
     CASES_PER_LAYOUT,
     LAYOUTS,
@@ -185,6 +193,86 @@ def test_the_doctor_passes_the_quickstart(config: Path, capfd: pytest.CaptureFix
     assert math.prod(errors) > 0  # floats were compared, and not with themselves
 
 
+@pytest.fixture
+def experts(config: Path, tmp_path: Path) -> Path:
+    """The same of a model with experts."""
+    values = yaml.safe_load(config.read_text())
+    hf_config = json.loads((config.parent / "model" / "config.json").read_text()) | {
+        "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
+    values["policy"]["model_path"] = str(tmp_path)
+    values["policy"]["parallel"] = {"expert_tensor_parallel_size": 2}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    return tmp_path / "run.yaml"
+
+
+def test_the_doctor_compares_expert_tensor_parallelism_above_tp(
+    experts: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, lines = doctor(experts, capfd)
+    assert status == 0, lines
+    assert _verdicts(lines) == dict.fromkeys(["micro-batch", "etp", "dp", "layout"], "ok")
+    assert next(line for line in lines if line.startswith("etp ")).count("ETP 2 x DP 2") == 1
+
+
+def test_the_doctor_of_one_replica_with_micro_batches_of_one_row(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under torchrun with as many ranks as one replica has: two rows, of which the batch masked both."""
+    run = load_config(config, ["policy.train_micro_batch_size=1"])
+    tp = run.policy.parallel.tensor_model_parallel_size
+    assert plan_examination(run, ranks=tp).rows == 4
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(ConfigError, match=r"MASTER_PORT=''; start the doctor with launch/torchrun\.sh"):
+        diagnose(run, lines_of_nobody)
+
+
+def lines_of_nobody(line: str) -> None:
+    raise AssertionError(line)
+
+
+def _dying_rank(examination: Any, store: Any, rank: int, say: Any) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.wait(["never"])
+
+
+def test_a_rank_of_the_doctor_that_is_killed_is_one_line(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with mock.patch("megatron_grpo.training.parallel_doctor.examine", _dying_rank):
+        status, lines = doctor(config, capfd)
+    assert status == 1
+    assert lines == ["rank 1 of the doctor ended before the result: process 1 terminated with signal SIGKILL"]
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_ends_the_doctor_and_its_ranks(config: Path) -> None:
+    command = [sys.executable, "-m", "megatron_grpo", "doctor", "parallel", "--config", str(config)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("doctor parallel: ")
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    for _ in range(100):
+        if not _group_is_alive(process.pid):
+            return
+        time.sleep(0.1)
+    pytest.fail("ranks are left")
+
+
+def _group_is_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def _faulty_rank(*args: Any) -> None:
     from megatron_grpo.parallel import platform
     from megatron_grpo.training.parallel_doctor import examine
@@ -231,7 +319,8 @@ def test_the_doctor_names_the_first_factor_that_is_wrong(
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        ("policy.model_path=nowhere", ["nowhere is not a directory"]),
+        ("policy.model_path=nowhere", ["policy.model_path: nowhere is not a directory"]),
+        ("policy.layer_spec=transformer_engine", ["transformer_engine, which is not installed"]),
         (
             "policy.parallel.tensor_model_parallel_size=3",
             ["policy.parallel.tensor_model_parallel_size 3", "4 attention heads"],

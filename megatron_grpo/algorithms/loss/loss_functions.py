@@ -102,9 +102,15 @@ class ClippedPGLossFn:
             inputs: the rest of the micro-batch.
 
         Raises:
-            ValueError: log-probs that this configuration needs are missing.
+            ValueError: log-probs that this configuration needs are missing, or tensors of different shapes.
         """
         config, sequences = self.config, inputs.sequences
+        for name, values in vars(inputs).items():
+            if isinstance(values, Tensor) and values.shape != curr_logprobs.shape:
+                raise ValueError(
+                    f"{name} has the shape {list(values.shape)} and curr_logprobs {list(curr_logprobs.shape)}; all "
+                    "tensors of a micro-batch must be [tokens]"
+                )
         c, p, g, r, advantages, mask, dropped = self._replace_excluded(curr_logprobs, inputs)
         lengths = sequences.lengths(mask)  # [num_sequences], over all CP shards
 

@@ -163,6 +163,33 @@ def test_reinforce_plus_plus_is_white_over_valid_tokens() -> None:
     assert advantages[11].abs().max() == advantages[mask == 0].abs().max() == 0
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rewards": torch.ones(2, 1)}, r"rewards has the shape \[2, 1\]; token_mask makes it \[2\]"),
+        ({"rewards": torch.ones(1)}, r"rewards has the shape \[1\]"),
+        ({"rewards": torch.tensor([1, 0])}, "rewards is torch.int64, .* give floating-point rewards"),
+        ({"rewards": torch.tensor([True, False])}, "rewards is torch.bool"),
+        (
+            {"group_ids": torch.zeros(2, dtype=torch.int32)},
+            "group_ids is torch.int32; it must be torch.int64",
+        ),
+        ({"sample_mask": torch.ones(3)}, "sample_mask has the shape"),
+        ({"components": {"reward/a": torch.ones(2, 2)}}, "reward/a has the shape"),
+        ({"token_mask": torch.ones(2)}, r"token_mask .* must be \[B, S\]"),
+        ({"kl": torch.ones(2)}, r"\[\[2, 3\], \[2\]\]; it must be \[B, S\]"),
+    ],
+)
+def test_wrong_shapes_and_types_are_named(changes: dict[str, Any], message: str) -> None:
+    fitting = {
+        "rewards": torch.ones(2), "group_ids": torch.zeros(2, dtype=torch.int64), "sample_mask": torch.ones(2),
+        "token_mask": torch.ones(2, 3),
+    }  # fmt: skip
+    AdvantageInputs(**fitting)
+    with pytest.raises(ValueError, match=message):
+        AdvantageInputs(**(fitting | changes))
+
+
 # --- GDPO
 
 

@@ -180,6 +180,16 @@ def test_reference_of_a_loss_without_kl_is_not_looked_at() -> None:
     assert values(micro_batch_loss(ClippedPGLossConfig(**NO_KL), batch))["num_dropped_tokens"] == 0
 
 
+def test_tensors_of_other_shapes_are_refused_by_name() -> None:
+    one = torch.zeros(3)
+    sequences = SequenceIndex(torch.zeros(3, dtype=torch.int64), 1, torch.ones(1))
+    inputs = LossInputs(
+        one, one, one, torch.ones(3, 1), torch.ones(3), sequences
+    )  # would broadcast to [3, 3]
+    with pytest.raises(ValueError, match=r"advantages has the shape \[3, 1\] and curr_logprobs \[3\]"):
+        ClippedPGLossFn(ClippedPGLossConfig())(one, inputs)
+
+
 def test_missing_logprobs_are_refused_by_name() -> None:
     x = torch.zeros(2)
     sequences = SequenceIndex(torch.zeros(2, dtype=torch.int64), 1, torch.ones(1))

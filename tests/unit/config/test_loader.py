@@ -69,13 +69,37 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("grpo: [1", "is not valid YAML"),
         ("- a\n- b\n", "must hold a mapping of sections, not list"),
         ("", "must hold a mapping of sections, not NoneType"),
+        ("grpo: {}\npolicy: {}\ngrpo: {}\n", "is not valid YAML: the key 'grpo' comes twice.*line 3"),
+        ("grpo:\n  seed: 1\n  'seed': 2\n", "is not valid YAML: the key 'seed' comes twice.*line 3"),
     ],
 )
 def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=rf"run\.yaml.* {message}"):
+    with pytest.raises(ConfigError, match=rf"(?s)run\.yaml.* {message}"):
         load_config(file)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="can't be read: Is a directory"):
+        load_config(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes("run_dir: é".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin\.yaml is not valid YAML: 'utf-8' codec"):
+        load_config(tmp_path / "latin.yaml")
+
+
+def test_an_override_changes_no_other_section_that_shares_an_anchor(tmp_path: Path) -> None:
+    content = values()
+    task = "{kind: reasoning_gym, task: chain_sum, size: 20, task_args: {max_digits: 1, rate: 1e-5}}"
+    content["data"] = "DATA"
+    file = write(tmp_path / "run.yaml", content)
+    text = f"\n  train: &task {task}\n  validation: {{<<: *task, size: 5}}\n"
+    file.write_text(file.read_text().replace("data: DATA", f"data: {text}"))
+    data = load_config(file, ["data.train.task_args.max_digits=3"]).data
+    assert data.train.task_args == {"max_digits": 3, "rate": 1e-5}
+    assert data.validation is not None
+    assert data.validation.task_args == {"max_digits": 1, "rate": 1e-5}
+    assert (data.train.size, data.validation.size) == (20, 5)
 
 
 def test_every_fault_has_its_key_and_the_given_value(tmp_path: Path) -> None:

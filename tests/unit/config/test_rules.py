@@ -72,8 +72,18 @@ def test_a_configuration_cannot_be_changed() -> None:
         ({"grpo": {"val_at_start": True}}, "data.validation is null"),
         ({"grpo": {"val_at_end": True}}, "data.validation is null"),
         ({"grpo": {"advantage_clip_low": 1.0, "advantage_clip_high": -1.0}}, "low 1.0 is above .*high -1.0"),
+        ({"grpo": {"advantage_clip_low": 1.0}}, "advantage_clip_low is 1.0: 0 must lie inside the bounds"),
+        ({"grpo": {"advantage_clip_high": -1.0}}, "advantage_clip_high is -1.0: 0 must lie inside"),
+        ({"grpo": {"advantage_clip_low": 0.0, "advantage_clip_high": 0.0}}, "must differ"),
+        ({"grpo": {"advantage_clip_low": float("nan")}}, "finite number"),
+        ({"grpo": {"seed": 2**31}}, "less than 2147483648"),
+        (
+            {"grpo": {"adv_estimator": {"name": "gdpo"}}},
+            "gdpo and env.name is reasoning_gym, which gives one reward",
+        ),
         ({"grpo": {"num_generations_per_prompt": 1}}, "greater than or equal to 2"),
         ({"generation": {"temperature": 0}}, "temperature is 0: greedy rollouts"),
+        ({"generation": {"temperature": 1e-4}}, "temperature is 0.0001: vLLM samples at 0.01 instead"),
         ({"generation": {"temperature": -0.5}}, "greater than or equal to 0"),
         ({"generation": {"top_p": 0.9}}, "top_p is 0.9: .* biases every ratio; set top_p to 1.0"),
         ({"generation": {"top_k": 5}}, "top_k is 5: .* biases every ratio; set top_k to -1"),
@@ -123,11 +133,23 @@ def test_what_cannot_work_is_refused_with_keys_and_values(changes: dict[str, Any
         RunConfig.model_validate(values(**changes))
 
 
+def test_one_virtual_stage_is_none() -> None:
+    """Megatron would take 1 for an interleaved schedule, and fail inside the first forward pass."""
+    layout = ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=1)
+    assert layout.group_sizes()["virtual_pipeline_model_parallel_size"] is None
+
+
 def test_neighbours_of_the_refused_values_are_accepted() -> None:
     changes: dict[str, Any] = {
         "policy": {"train_global_batch_size": 32, "max_total_sequence_length": 65},
         "loss_fn": {"force_on_policy_ratio": True},
-        "grpo": {"use_dynamic_sampling": True, "async_grpo": {"enabled": False}},
+        "grpo": {
+            "use_dynamic_sampling": True,
+            "async_grpo": {"enabled": False},
+            "seed": 2**31 - 1,
+            "advantage_clip_low": 0.0,
+            "advantage_clip_high": 1.0,
+        },
         "generation": {"max_new_tokens": 64, "temperature": 0.7, "top_p": 1.0, "top_k": -1},
     }
     config = RunConfig.model_validate(values(**changes))

@@ -48,10 +48,14 @@ def test_every_second_layer_and_the_key_of_transformers_5() -> None:
     ("change", "message"),
     [
         ({"num_experts_per_tok": 7}, "num_experts_per_tok is 7 and num_experts is 6"),
-        ({"num_experts": 0}, "num_experts_per_tok is 2 and num_experts is 0"),
+        ({"num_experts": 0}, "num_experts is 0; it must be a positive integer"),
         ({"num_experts_per_tok": 1}, "norm_topk_prob is true and num_experts_per_tok is 1"),
         ({"mlp_only_layers": [0, 1, 2, 3]}, r"no layer has experts .* mlp_only_layers \[0, 1, 2, 3\]"),
         ({"attention_bias": True}, "attention_bias is True; Qwen3MoeForCausalLM"),
+        ({"num_experts": "4"}, "num_experts is '4'"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be a positive integer"),
+        ({"mlp_only_layers": 5}, "mlp_only_layers is 5; it must be a list"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
     ],
 )
 def test_unsupported_settings_are_refused_by_name(change: dict[str, Any], message: str) -> None:

@@ -154,6 +154,17 @@ def test_vllm_that_is_not_installed(folder: Path, monkeypatch: pytest.MonkeyPatc
     refused(run_config(folder), "vllm is not installed in this environment, .*; run 'make setup'")
 
 
+def test_layers_that_are_not_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "transformer_engine" else found(name)
+    )
+    with pytest.raises(
+        ConfigError, match=r"policy\.layer_spec is transformer_engine, which is not installed"
+    ):
+        check_run(run_config(folder, layer_spec="transformer_engine"), world_size=1)
+
+
 def test_a_port_that_another_process_holds() -> None:
     with socket.socket() as holder:
         holder.bind(("", 0))
