@@ -244,9 +244,8 @@ class GDPOAdvantageEstimator(AdvantageEstimator):
         left = torch.full_like(parts, _ROUNDING)
         if self.config.adv_estimator.normalize_rewards:
             left += _STD_EPSILON / groups.std.clamp(min=torch.finfo(parts.dtype).tiny)
-        leftover = torch.cat(
-            [(left * parts.abs()).sum(1), parts.new_zeros(1)]
-        ).max()  # a rank may hold no row
+        leftovers = (left * parts.abs()).sum(1)
+        leftover = torch.cat([leftovers, parts.new_zeros(1)]).max()  # a rank may hold no row
         all_reduce(leftover, self.dp_group, dist.ReduceOp.MAX)
         nothing = groups.degenerate.all(1, keepdim=True) | (squares <= count * leftover.square())
         std = (squares / (count - 1).clamp(min=1)).sqrt()
