@@ -25,15 +25,16 @@ class ConfigError(ValueError):
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 without two of its traps: a key that comes twice is an error, and ``1e-5`` is a number."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         seen = set()
-        for key, _ in node.value:  # keys that << merges in come later, and may be the same
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
+        for key, _ in node.value:  # without those that << will merge in, which may be the same
+            if str(key.value) in seen:
+                raise yaml.composer.ComposerError(
                     problem=f"the key '{key.value}' comes twice; keep one", problem_mark=key.start_mark
                 )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
+            seen.add(str(key.value))
+        return node
 
 
 _Loader.add_implicit_resolver(

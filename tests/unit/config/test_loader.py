@@ -102,6 +102,22 @@ def test_an_override_changes_no_other_section_that_shares_an_anchor(tmp_path: Pa
     assert (data.train.size, data.validation.size) == (20, 5)
 
 
+def test_a_merged_key_that_is_given_again_is_no_duplicate(tmp_path: Path) -> None:
+    content = values()
+    del content["data"], content["env"]
+    file = write(tmp_path / "run.yaml", content)
+    with file.open("a") as appended:
+        appended.write("""
+data:
+  train: {kind: reasoning_gym, task: chain_sum, size: 20, task_args: &args {max_digits: 1}}
+  validation: {kind: reasoning_gym, task: chain_sum, size: 5, task_args: &more {<<: *args, max_digits: 2}}
+env: {name: reasoning_gym, args: {<<: *more}}
+""")
+    config = load_config(file)
+    assert config.data.validation is not None
+    assert config.data.validation.task_args == config.env.args == {"max_digits": 2}
+
+
 def test_every_fault_has_its_key_and_the_given_value(tmp_path: Path) -> None:
     content = values(grpo={"max_num_steps": "many", "num_generations_per_prompt": 1})
     content["policy"]["optimizer"] = {"lr": -1.0}
