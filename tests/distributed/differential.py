@@ -136,6 +136,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 EMBEDDINGS = ("tied", "untied")
 TEMPERATURES = (1.0, 0.7)
+RECOMPUTE = ("stored", "full", "selective")  # activations
 
 
 @dataclass(frozen=True)
@@ -148,13 +149,14 @@ class Case:
     kl: str
     masks: str
     embeddings: str
+    recompute: str
     temperature: float
     seed: int
 
     @property
     def name(self) -> str:
         """All factors, and enough to run the case alone."""
-        parts = (self.layout, self.cut, self.variant, self.kl, self.masks, self.embeddings)
+        parts = (self.layout, self.cut, self.variant, self.kl, self.masks, self.embeddings, self.recompute)
         return "-".join([*parts, f"t{self.temperature}", f"seed{self.seed}"])
 
     @classmethod
@@ -167,7 +169,7 @@ class Case:
     def factors(self) -> set[str]:
         """What the fixed sample must cover."""
         return {*self.layout.split("_"), self.cut, self.variant, self.kl, self.masks, self.embeddings,
-                str(self.temperature)}  # fmt: skip
+                self.recompute, str(self.temperature)}  # fmt: skip
 
     @property
     def world_size(self) -> int:
@@ -225,6 +227,7 @@ class Case:
                 # Megatron's router does not see where packed sequences end, which the first of them needs
                 "moe_aux_loss_coeff": 0.1 if self.has_experts and "tokens" not in cut else 0.0,
                 "moe_z_loss_coeff": 0.01 if self.has_experts else 0.0,
+                "recompute_granularity": None if self.recompute == "stored" else self.recompute,
                 "precision": precision,
                 "layer_spec": "local",
                 "parallel": LAYOUTS[self.layout][1],
@@ -253,7 +256,7 @@ def generate(seed: int = 0, per_layout: int = CASES_PER_LAYOUT) -> list[Case]:
         while True:
             yield from rng.sample(values, len(values))
 
-    decks = [deck([*x]) for x in (CUTS, VARIANTS, KLS, MASKS, EMBEDDINGS, TEMPERATURES)]
+    decks = [deck([*x]) for x in (CUTS, VARIANTS, KLS, MASKS, EMBEDDINGS, RECOMPUTE, TEMPERATURES)]
     numbers = itertools.count(1000 * seed)
     return [
         Case(layout, *(next(d) for d in decks), next(numbers))

@@ -135,7 +135,7 @@ def _check_with_fault(
 def test_a_wrong_scale_is_caught(
     ranks: RankPool, tmp_path: Path, layout: str, fault: str, relative_error: float | None
 ) -> None:
-    case = Case(layout, "padded1", "clip_higher", "k3", "all", "untied", 1.0, 0)  # 4 micro-batches
+    case = Case(layout, "padded1", "clip_higher", "k3", "all", "untied", "stored", 1.0, 0)  # 4 micro-batches
     check = functools.partial(_check_with_fault, fault=fault)
     ((_, _, found),) = run(ranks, [case], tmp_path, ["fp64"], check)
     assert found["logprobs"].error < 1e-12
