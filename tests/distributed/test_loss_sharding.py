@@ -99,10 +99,11 @@ def _constant_one(rank: int, world: int, sizes: dict[str, int]) -> dict[str, flo
         ({"pipeline_model_parallel_size": 2, "context_parallel_size": 2}, 1, 3 + 5),
         ({"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}, 1, 3),
         ({"pipeline_model_parallel_size": 2}, 3, 3 + 4),
+        ({}, 10, 3 + 4 + 5 + 6),
     ],
 )
 def test_constant_one_in_every_layout(ranks: RankPool, sizes: dict[str, int], rows: int, tokens: int) -> None:
-    data_parallel = 2 if rows == 3 else 1
+    data_parallel = {1: 1, 3: 2, 10: 4}[rows]
     for values in ranks.run(4, _constant_one, sizes):
         assert values == {
             "token mean": 1.0, "row mean": 1.0, "rows": rows, "tokens": tokens, "lowest": 3.0,
