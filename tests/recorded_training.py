@@ -44,7 +44,7 @@ def run_config(
             },
             "generation": {"max_new_tokens": 16},
             "data": {"train": {"kind": "jsonl", "path": "unused.jsonl"}},
-            "env": {"name": "reasoning_gym"},
+            "env": {"name": "custom", "class_path": "unused:Environment"},
         }
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from megatron_grpo.config import RunConfig
+from megatron_grpo.config.grpo import AdvEstimatorConfig
 from megatron_grpo.config.loss import ClippedPGLossConfig
 from megatron_grpo.types import Prompt
 from tests.rank_pool import RankPool
@@ -207,29 +210,38 @@ def test_a_step_with_every_row_masked_changes_no_bit(ranks: RankPool, folder: Pa
             assert step["optimizer_steps_skipped"] == 2
 
 
-def other_names(group_id: int) -> list[Any]:
-    """The environment of one replica or group in four calls a component by another name."""
-    return [{"a": 1.0, "c" if group_id % 4 == 3 else "b": float(i)} for i in range(4)]
+def other_names_from(first: int, group_id: int) -> list[Any]:
+    return [{"a": 1.0, "c" if group_id >= first else "b": float(i)} for i in range(4)]
 
 
-def exchange_error(rank: int, world: int, settings: RunConfig) -> str:
+def refusal(rank: int, world: int, settings: RunConfig, first: int) -> str:
     try:
-        train_recorded(rank, world, settings, None, other_names)
+        train_recorded(rank, world, settings, None, functools.partial(other_names_from, first))
     except Exception as error:  # noqa: BLE001 - the test looks at it
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("sampling", ["once", "dynamic"])
 def test_components_of_other_names_are_refused_on_all_ranks(
-    ranks: RankPool, folder: Path, world: int
+    ranks: RankPool, folder: Path, sampling: str
 ) -> None:
-    first, *others = ranks.run(world, exchange_error, config(folder, 1))
-    assert first.startswith(
-        "ValueError: reward components and metrics of rollout group 3 are not ['reward/a', "
+    """Inside a replica by its prompt; between replicas, which sample groups 0, 1 and 2, 3, when rows are exchanged."""
+    settings = {"once": config, "dynamic": dynamic}[sampling](folder, 1)
+    gdpo = settings.model_copy(
+        update={"grpo": settings.grpo.model_copy(update={"adv_estimator": AdvEstimatorConfig(name="gdpo")})}
     )
-    assert all(text.startswith("PeerError: the exchange of rollouts: rank 0 failed: ") for text in others)
+    (alone,) = ranks.run(1, refusal, gdpo, 3)
+    names = r"\['reward/a', 'reward/c'\] differ from the others' \['reward/a', 'reward/b'\]"
+    assert re.match(f"ValueError: prompt test:[0-9]: reward components and metrics {names}", alone)
+    inside = ranks.run(2, refusal, gdpo, 3)
+    assert inside[0].startswith("PeerError: rollouts of step 1: rank 1 failed: ValueError: prompt test:")
+    assert inside[1].startswith("ValueError: prompt test:")
+    between = ranks.run(2, refusal, gdpo, 2)
+    message = "ValueError: reward components and metrics of rollout group 2 are not ['reward/a', 'reward/b']"
+    assert between[0].startswith(message)
+    assert between[1].startswith(f"PeerError: the exchange of rollouts: rank 0 failed: {message}")
 
 
 def train_with_broken_logprobs(rank: int, world: int, settings: RunConfig) -> dict[str, Any]:
