@@ -333,16 +333,22 @@ def _gather_distributed_gradients(policy: MegatronPolicy) -> None:
 # ---- the comparison
 
 
-def differences(answer: Answer, expected: Answer) -> dict[str, Difference]:
+def differences(answer: Answer, expected: Answer, *, smallest_gradient: float = 0.0) -> dict[str, Difference]:
     """The worst metric, gradient and log-prob of ``answer``; gradients are judged where ``answer`` has them.
 
     A difference is relative to the largest absolute value of the expected tensor, or to the expected metric (to 0.1 if
     that is smaller: terms of about 1 may cancel). It is infinite for a name that only one side has.
+
+    Args:
+        smallest_gradient: of the largest gradient of all, what a difference is relative to in a tensor whose own are
+            smaller. What float32 rounds off is relative to the gradients that flow through the model.
     """
     worst = {"metrics": _worst(_scalars(answer.metrics), _scalars(expected.metrics), 0.1)}
     worst["logprobs"] = _worst({"logprobs": answer.logprobs}, {"logprobs": expected.logprobs})
     if answer.gradients:
-        worst["gradients"] = _worst(answer.gradients, expected.gradients)
+        largest = max(gradient.abs().max().item() for gradient in expected.gradients.values())
+        scale = max(smallest_gradient * largest, 1e-12)
+        worst["gradients"] = _worst(answer.gradients, expected.gradients, scale)
     return worst
 
 

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from megatron_grpo.parallel.layout import ParallelLayout
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
+SMALLEST_GRADIENT = {
+    "fp64": 0.0,
+    "fp32": 0.01,
+}  # one in a thousand of the largest has 4 digits left in float32
 CASES_PER_LAYOUT = 7
 TIMEOUT_S = 120.0
 
@@ -354,7 +358,7 @@ def check_all(rank: int, world: int, cases: Sequence[Case], folder: Path, precis
             with_reference=False,
         )
         answer = answer_in_layout(policy, case.problem(folder), batch, case.dealt())
-        results.append(differences(answer, expected))
+        results.append(differences(answer, expected, smallest_gradient=SMALLEST_GRADIENT[precision]))
     return results
 
 
