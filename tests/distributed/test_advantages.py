@@ -101,3 +101,27 @@ def _one_broken_reward(rank: int, world: int) -> str:
 def test_a_reward_that_is_not_a_number_is_an_error_on_all_ranks(ranks: RankPool) -> None:
     for message in ranks.run(2, _one_broken_reward):
         assert "the reward is not finite in 1 rollouts" in message
+
+
+def _cancelling(rank: int, world: int) -> list[float]:
+    """Components that cancel: large ones on rank 0; small ones on rank 1, but for 1e-9, rounding of the large ones."""
+    group = initialize_layout().dp_group if world > 1 else None
+    a = torch.tensor([0.1e6, 0.7e6, 0.3e6, 1e-3, 2e-3, 4e-3], dtype=torch.float64)
+    b = torch.tensor([0.9e6, 0.3e6, 0.7e6, 4e-3 + 1e-9, 3e-3, 1e-3], dtype=torch.float64)
+    rows = slice(3 * rank, 3 * rank + 3) if world > 1 else slice(6)
+    ones = torch.ones(6, 1)[rows]
+    inputs = AdvantageInputs(
+        a[rows],
+        torch.tensor([0, 0, 0, 1, 1, 1])[rows],
+        ones[:, 0],
+        ones,
+        {"reward/a": a[rows], "reward/b": b[rows]},
+    )
+    estimator = _estimator({"name": "gdpo", "normalize_rewards": False}, False, group)
+    return estimator(inputs)[0][:, 0].tolist()
+
+
+@pytest.mark.timeout(180)
+def test_what_is_left_of_cancelling_components_is_judged_over_all_ranks(ranks: RankPool) -> None:
+    # of the second group the components leave something, but next to the rounding of the first it is nothing
+    assert ranks.run(2, _cancelling) == [[0.0] * 3] * 2

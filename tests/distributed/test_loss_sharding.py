@@ -124,3 +124,20 @@ def _different_names(rank: int, world: int) -> str:
 def test_ranks_with_different_metrics_all_raise(ranks: RankPool) -> None:
     for rank, message in enumerate(ranks.run(2, _different_names)):
         assert f"rank {rank} holds metric {rank}:sum:tokens" in message
+
+
+def _different_kinds(rank: int, world: int) -> str:
+    layout = initialize_layout()
+    one = torch.tensor(1.0)
+    part = Reduction.total(one) if rank == 0 else Reduction.mean(one, one)
+    try:
+        MetricReducer(layout).reduce({"x": part})
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.timeout(120)
+def test_ranks_with_different_kinds_of_a_metric_all_raise(ranks: RankPool) -> None:
+    for message, kind in zip(ranks.run(2, _different_kinds), ("sum", "mean"), strict=True):
+        assert f"holds x:{kind}:tokens" in message

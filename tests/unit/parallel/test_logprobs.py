@@ -105,3 +105,9 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         vocab_parallel_logprobs(logits, labels.T, None, 1.0, VOCAB)
     with pytest.raises(ValueError, match="vocab_size 65 is not between 1 and the 64 columns"):
         vocab_parallel_logprobs(logits, labels, None, 1.0, 65)
+
+
+def test_a_label_in_the_padding_moves_no_padding_column() -> None:
+    logits = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
+    vocab_parallel_logprobs(logits, torch.tensor([3]), None, 1.0, 3).sum().backward()
+    assert logits.grad[0].tolist() == [pytest.approx(-1 / 3)] * 3 + [0.0]

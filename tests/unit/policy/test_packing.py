@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_grpo.policy.packing import MicroBatchRule, assign_rows, local_tokens, pack
+from megatron_grpo.policy.packing import (
+    MicroBatchRule,
+    assign_rows,
+    local_tokens,
+    logprob_rule,
+    pack,
+    train_rule,
+)
 
 PADDED = MicroBatchRule(rows=2)
 
@@ -140,3 +149,25 @@ def test_context_parallel_ranks_hold_two_mirrored_chunks_of_each_sequence() -> N
     _, position = local_tokens([8, 4], cp_rank=1, cp=2)
     assert position.tolist() == [2, 3, 4, 5, 1, 2]
     assert [x.tolist() for x in local_tokens([2, 1], 0, 1)] == [[0, 0, 1], [0, 1, 0]]
+
+
+def test_rules_of_training_and_of_scoring() -> None:
+    policy: Any = SimpleNamespace(
+        parallel=SimpleNamespace(sequence_multiple=4), train_micro_batch_size=2, train_mb_tokens=64,
+        forward_batch_size=8, logprob_mb_tokens=256,
+    )  # fmt: skip
+    plain: Any = SimpleNamespace(pp=4, vpp=1)
+    assert train_rule(policy, plain) == MicroBatchRule(multiple=4, rows=2, tokens=64, at_a_time=1)
+    interleaved: Any = SimpleNamespace(pp=4, vpp=2)
+    assert train_rule(policy, interleaved).at_a_time == 4
+    assert logprob_rule(policy, interleaved) == MicroBatchRule(multiple=4, rows=8, tokens=256, at_a_time=4)
+
+
+def test_attention_costs_with_the_square_of_the_length() -> None:
+    assert MicroBatchRule(attention_cost=0.5).cost(np.array([2, 4])).tolist() == [4.0, 12.0]
+    assert MicroBatchRule(attention_cost=0.0).cost(np.array([2, 4])).tolist() == [2.0, 4.0]
+
+
+def test_minibatches_smaller_than_the_replicas_are_refused() -> None:
+    with pytest.raises(ValueError, match="8 rollouts do not split into 4 mini-batches on 4 replicas"):
+        assign_rows(np.ones(8, dtype=np.int64), 4, 4, seed=0, rule=MicroBatchRule())
