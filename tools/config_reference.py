@@ -146,7 +146,7 @@ def _limit(
     if not found:
         return []
     value, sign = tightest(found)
-    return [f"{sign}{value:g}"]
+    return [f"{sign}{value}" if isinstance(value, int) else f"{sign}{value:g}"]
 
 
 if __name__ == "__main__":

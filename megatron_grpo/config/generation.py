@@ -19,7 +19,6 @@ OWN_ARGUMENTS = frozenset(
     )
 )  # fmt: skip
 
-
 LOWEST_TEMPERATURE = 0.01  # that vLLM samples at
 
 

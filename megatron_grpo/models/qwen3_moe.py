@@ -30,7 +30,7 @@ def describe(hf_config: HFConfig) -> ModelDescription:
     """
     if "num_local_experts" in hf_config:  # what transformers 5 writes for num_experts
         hf_config = {"num_experts": hf_config["num_local_experts"], **hf_config}
-    given = [key for key in ("decoder_sparse_step",) if key in hf_config]
+    given = ["decoder_sparse_step"] if "decoder_sparse_step" in hf_config else []
     require_sizes(hf_config, ARCHITECTURE, [*_REQUIRED, "num_hidden_layers", *given])
     if not isinstance(only_mlp := hf_config.get("mlp_only_layers") or [], list):
         raise ValueError(f"config.json: mlp_only_layers is {only_mlp!r}; it must be a list of layers")

@@ -347,8 +347,7 @@ def differences(answer: Answer, expected: Answer, *, smallest_gradient: float = 
     worst["logprobs"] = _worst({"logprobs": answer.logprobs}, {"logprobs": expected.logprobs})
     if answer.gradients:
         largest = max(gradient.abs().max().item() for gradient in expected.gradients.values())
-        scale = max(smallest_gradient * largest, 1e-12)
-        worst["gradients"] = _worst(answer.gradients, expected.gradients, scale)
+        worst["gradients"] = _worst(answer.gradients, expected.gradients, smallest_gradient * largest)
     return worst
 
 
@@ -357,7 +356,7 @@ def _scalars(metrics: Mapping[str, float]) -> dict[str, Tensor]:
 
 
 def _worst(
-    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], smallest_scale: float = 1e-12
+    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], smallest_scale: float = 0.0
 ) -> Difference:
     missing = sorted(got.keys() ^ expected.keys())
     if missing:
@@ -369,6 +368,6 @@ def _worst(
 def _difference(name: str, got: Tensor, expected: Tensor, smallest_scale: float) -> Difference:
     if got.shape != expected.shape:
         return Difference(math.inf, f"{name} (shape {list(got.shape)}, expected {list(expected.shape)})")
-    scale = max(expected.abs().max().item(), smallest_scale)
+    scale = max(expected.abs().max().item(), smallest_scale, 1e-12)
     error = (got.cpu() - expected.cpu()).abs().max().item() / scale
     return Difference(error if math.isfinite(error) else math.inf, name)

@@ -107,9 +107,8 @@ def _launched() -> tuple[int, int]:
 
 
 def _start_rank(rank: int, examination: Examination, path: str, say: Say, entry: Callable[..., None]) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # a rank that waits in the store would not see KeyboardInterrupt
+    # a rank that waits in the store would not see KeyboardInterrupt
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     entry(examination, FileStore(path, -1), rank, say)
 
 

@@ -94,8 +94,8 @@ def plan_examination(run: RunConfig, ranks: int | None = None) -> Examination:
     )
     micro = min(run.policy.train_micro_batch_size, 2)
     at_a_time = math.lcm(alone["PP"], together["PP"]) if vpp > 1 else 1
-    rows = 2 * micro * at_a_time * math.lcm(alone["DP"], together["DP"], alone["EP"], alone["ETP"])
-    rows *= 1 if rows > 2 else 2  # of two rows the batch masks both
+    replicas = math.lcm(alone["DP"], together["DP"], alone["EP"], alone["ETP"])
+    rows = max(4, 2 * micro * at_a_time * replicas)  # of two rows the batch masks both
 
     def factor(name: str, layout: ParallelConfig, dp: int = 1, packed: bool = True) -> Factor:
         policy = _shrunk_policy(run.policy, layout, micro, rows, packed)

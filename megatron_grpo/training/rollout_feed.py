@@ -115,7 +115,7 @@ class SyncFeed:
             EngineError, RewardError: on the rank where it happened; PeerError on all others.
         """
         grpo, layout = self._config.grpo, self._layout
-        groups = self._sample(step)
+        groups = self._sample(step, self._kept)
         names = sorted(groups[0][0].components) if groups else []
         if grpo.use_dynamic_sampling:
             groups = self._select(groups, step)
@@ -147,8 +147,8 @@ class SyncFeed:
             groups.setdefault(values["group_id"], []).append(_from_plain(values, prompt))
         self._kept = list(groups.values())
 
-    def _sample(self, step: int) -> list[Group]:
-        """This replica's share of ``num_prompts_per_step`` new groups; nothing but on leaders."""
+    def _sample(self, step: int, before: Sequence[Group]) -> list[Group]:
+        """This replica's share of ``num_prompts_per_step`` new groups, to join ``before``; nothing but on leaders."""
         grpo, layout = self._config.grpo, self._layout
         error: Exception | None = None
         groups: list[Group] = []
@@ -157,7 +157,7 @@ class SyncFeed:
             mine = self._sampler.next(grpo.num_prompts_per_step)[layout.dp_rank * share :][:share]
             try:
                 groups = self._driver.sample(mine, grpo.num_generations_per_prompt, self._sampling, step)
-                _check_same_names(groups)
+                _check_same_names([*before, *groups])
             except Exception as caught:  # noqa: BLE001 - agreed with all ranks, and raised again there
                 error = caught
         agree(error, f"rollouts of step {step + 1}")
@@ -174,7 +174,7 @@ class SyncFeed:
             found = sum_over_ranks(int(signal.sum()))
             if found >= wanted or rounds == limit:
                 break
-            pool, rounds = pool + self._sample(step), rounds + 1
+            pool, rounds = pool + self._sample(step, pool), rounds + 1
 
         kept, missing = max(found - wanted, 0), max(wanted - found, 0)
         self.metrics = {

@@ -105,10 +105,10 @@ def test_a_reward_that_is_not_a_number_is_an_error_on_all_ranks(ranks: RankPool)
 
 def _cancelling(rank: int, world: int) -> list[float]:
     """Components that cancel: large ones on rank 0; small ones on rank 1, but for 1e-9, rounding of the large ones."""
-    group = initialize_layout().dp_group if world > 1 else None
+    group = initialize_layout().dp_group
     a = torch.tensor([0.1e6, 0.7e6, 0.3e6, 1e-3, 2e-3, 4e-3], dtype=torch.float64)
     b = torch.tensor([0.9e6, 0.3e6, 0.7e6, 4e-3 + 1e-9, 3e-3, 1e-3], dtype=torch.float64)
-    rows = slice(3 * rank, 3 * rank + 3) if world > 1 else slice(6)
+    rows = slice(3 * rank, 3 * rank + 3)
     ones = torch.ones(6, 1)[rows]
     inputs = AdvantageInputs(
         a[rows],

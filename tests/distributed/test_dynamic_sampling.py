@@ -244,6 +244,26 @@ def test_components_of_other_names_are_refused_on_all_ranks(
     assert between[1].startswith(f"PeerError: the exchange of rollouts: rank 0 failed: {message}")
 
 
+def other_names_in_the_second_round(group_id: int) -> list[Any]:
+    return [{"a": 1.0, "b": 1.0}] * 4 if group_id < 4 else [{"a": 1.0, "c": float(i)} for i in range(4)]
+
+
+def second_round(rank: int, world: int, settings: RunConfig) -> str:
+    try:
+        train_recorded(rank, world, settings, None, other_names_in_the_second_round)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.timeout(240)
+def test_components_of_other_names_in_a_later_round_are_refused(ranks: RankPool, folder: Path) -> None:
+    """GDPO looks for a signal in the components before any rows are exchanged."""
+    settings = dynamic(folder, 1, adv_estimator={"name": "gdpo"})
+    (text,) = ranks.run(1, second_round, settings)
+    assert "['reward/a', 'reward/c'] differ from the others' ['reward/a', 'reward/b']" in text
+
+
 def train_with_broken_logprobs(rank: int, world: int, settings: RunConfig) -> dict[str, Any]:
     original = RecordedDriver.sample
 

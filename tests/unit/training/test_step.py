@@ -241,7 +241,7 @@ def test_each_step_has_its_own_order(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(rollout_feed, "train_rule", lambda *_: None)
     one = feed()
-    monkeypatch.setattr(one, "_sample", lambda step: [])
+    monkeypatch.setattr(one, "_sample", lambda step, before: [])
     for step in range(3):
         one.next(step)
     assert len(set(seeds)) == 3
